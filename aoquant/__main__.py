@@ -1,0 +1,3 @@
+from aoquant.cli import run
+
+run()

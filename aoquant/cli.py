@@ -1,0 +1,232 @@
+"""The commands. `main` is the one place where exceptions become lines and exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from aoquant import __version__
+from aoquant.console import Console
+from aoquant.errors import AoquantError, CheckpointError, UsageError
+from aoquant.request import Options, Request, make_request
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Turn a diffusers pipeline into a torchao-quantized checkpoint, without holding the model in memory.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda[:N], xpu[:N] or mps.")]
+Folder = Annotated[str, typer.Argument(help="A checkpoint folder.", show_default=False)]
+Model = Annotated[
+    str, typer.Argument(help="A local pipeline or component folder, or org/name[@revision].", show_default=False)
+]
+
+
+def _component(name: str) -> Any:
+    return typer.Option(f"--{name}", metavar="CONFIG", help=f"Config for {name.replace('-', '_')}.", show_default=False)
+
+
+def _add_model_command(name: str, summary: str, act: Callable[[Request, Console], None]) -> None:
+    """Register a command that takes a model, its components' configs, and all that may be said about them."""
+
+    @app.command(name, help=summary)
+    def command(
+        model: Model,
+        transformer: Annotated[str | None, _component("transformer")] = None,
+        transformer_2: Annotated[str | None, _component("transformer-2")] = None,
+        unet: Annotated[str | None, _component("unet")] = None,
+        text_encoder: Annotated[str | None, _component("text-encoder")] = None,
+        text_encoder_2: Annotated[str | None, _component("text-encoder-2")] = None,
+        text_encoder_3: Annotated[str | None, _component("text-encoder-3")] = None,
+        image_encoder: Annotated[str | None, _component("image-encoder")] = None,
+        controlnet: Annotated[str | None, _component("controlnet")] = None,
+        vae: Annotated[str | None, _component("vae")] = None,
+        component: Annotated[
+            list[str] | None, typer.Option(metavar="NAME=CONFIG", help="Config for any other component. Repeatable.")
+        ] = None,
+        output: Annotated[
+            str | None, typer.Option("--output", "-o", help="Folder to write. [default: ./<model name>-<configs>]")
+        ] = None,
+        format: Annotated[str, typer.Option(help="bin or safetensors.")] = "bin",
+        max_shard_size: Annotated[str, typer.Option(help="Most bytes of tensors in one file.")] = "10GB",
+        device: Device = "auto",
+        dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+        skip: Annotated[
+            list[str] | None,
+            typer.Option(metavar="[COMPONENT:]PATTERN", help="Modules to leave unquantized. Repeatable."),
+        ] = None,
+        full: Annotated[bool, typer.Option("--full", help="Write the pipeline's other components too.")] = False,
+        revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+        variant: Annotated[str | None, typer.Option(help="Variant of the weights, such as fp16.")] = None,
+        offline: Annotated[bool, typer.Option("--offline", help="Use the Hub's cache only.")] = False,
+        overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that aoquant wrote.")] = False,
+        json: Json = False,
+        quiet: Quiet = False,
+    ) -> None:
+        console = Console(as_json=json, quiet=quiet)
+        named = {
+            "transformer": transformer, "transformer_2": transformer_2, "unet": unet, "text_encoder": text_encoder,
+            "text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3, "image_encoder": image_encoder,
+            "controlnet": controlnet, "vae": vae,
+        }  # fmt: skip
+        options: Options = {
+            "output": output, "format": format, "max_shard_size": max_shard_size, "device": device, "dtype": dtype,
+            "skip": skip or (), "full": full, "revision": revision, "variant": variant, "offline": offline,
+            "overwrite": overwrite,
+        }  # fmt: skip
+        act(make_request(model, _components(named, component or []), options), console)
+
+
+def _components(named: dict[str, str | None], others: Sequence[str]) -> dict[str, str]:
+    components = {name: config for name, config in named.items() if config is not None}
+    for item in others:
+        name, equals, config = item.partition("=")
+        name = name.strip().replace("-", "_")
+        if not (name and equals and config):
+            raise UsageError(
+                f"--component {item} is not NAME=CONFIG", hint="write for example --component prior=int8wo"
+            )
+        if name in components:
+            raise UsageError(f"component {name} is given twice", hint="give each component one config")
+        components[name] = config
+    return components
+
+
+def _quantize(request: Request, console: Console) -> None:
+    from aoquant import api
+    from aoquant.checkpoint.manifest import snippet
+    from aoquant.tables import result_tables
+
+    with console.progress() as on_progress:
+        result = api.run(request, on_progress=on_progress)
+    for warning in result.plan.warnings:
+        console.note(warning)
+    lines = snippet(
+        result.plan.manifest(()).components, folder=str(request.output), format=request.format, dtype=request.dtype
+    )
+    console.result(result.to_json(snippet=lines), lambda: result_tables(result))
+    console.code(lines.rstrip())
+
+
+def _plan(request: Request, console: Console) -> None:
+    from aoquant import api
+    from aoquant.tables import plan_tables
+
+    with console.progress() as on_progress:
+        plan = api.prepare(request, on_progress=on_progress)
+    for warning in plan.warnings:
+        console.note(warning)
+    console.result(plan.to_json(), lambda: plan_tables(plan))
+
+
+_add_model_command("quantize", "Quantize components of a pipeline into a new folder.", _quantize)
+_add_model_command("plan", "Show what quantize would do: every tensor's fate, the exact output. Writes nothing.", _plan)
+
+
+@app.command(
+    help="Show what a checkpoint folder or weight file holds, and what is wrong with it. Runs no code from it."
+)
+def inspect(
+    path: Annotated[str, typer.Argument(help="A folder, or a .safetensors or .bin file.", show_default=False)],
+    layers: Annotated[bool, typer.Option("--layers", help="List every tensor.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from aoquant.inspection import inspect as read
+    from aoquant.tables import report_tables
+
+    console = Console(as_json=json, quiet=quiet)
+    report = read(path)
+    console.result(report.to_json(layers=layers), lambda: report_tables(report, layers=layers))
+    if not report.is_sound:
+        raise CheckpointError(f"{path} is not sound", hint="the report says what is wrong; fetch or make it again")
+
+
+@app.command(help="Load every quantized component as a program would, and report. The exit code says whether it works.")
+def load(folder: Folder, device: Device = "cpu", json: Json = False, quiet: Quiet = False) -> None:
+    from aoquant import loading
+    from aoquant.tables import loaded_tables
+
+    console = Console(as_json=json, quiet=quiet)
+    reports = [loaded.report for loaded in loading.load_each(folder, device=device)]
+    document = {"schema": loading.SCHEMA, "components": [report.to_json() for report in reports]}
+    console.result(document, lambda: loaded_tables(reports))
+
+
+@app.command(help="List the config names: meaning, bits, options, where each runs.")
+def configs(json: Json = False) -> None:
+    from aoquant.configs import configs_json
+    from aoquant.tables import configs_table
+
+    Console(as_json=json).result(configs_json(), configs_table)
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        Console().result({}, lambda: __version__)
+        raise typer.Exit
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit code (DESIGN: 0 to 7, 130); prints at most an error and a hint of its own."""
+    _let_signals_clean_up()
+    try:
+        code = app(args=list(sys.argv[1:] if argv is None else argv), prog_name="aoquant", standalone_mode=False)
+    except AoquantError as error:
+        return _fail(error)
+    except typer.TyperException as error:
+        return _fail(UsageError(_message(error), hint="`aoquant --help` and `aoquant COMMAND --help` show how"))
+    except (KeyboardInterrupt, typer.Abort):
+        Console().error(AoquantError("interrupted", hint="nothing was left behind"))
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout has gone (`| head`): nothing more can be said there, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code if isinstance(code, int) else 0
+
+
+def _fail(error: AoquantError) -> int:
+    if os.environ.get("AOQUANT_DEBUG"):
+        import traceback
+
+        traceback.print_exception(error)
+    Console().error(error)
+    return error.exit_code
+
+
+def _message(error: Any) -> str:
+    text: str = error.format_message() if hasattr(error, "format_message") else str(error)
+    return text.strip().rstrip(".") or "the command line is wrong"
+
+
+def _let_signals_clean_up() -> None:
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that whoever holds a temporary folder removes it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        raise KeyboardInterrupt
+
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
+            signal.signal(getattr(signal, name), interrupt)
+
+
+def run() -> None:
+    """The console script."""
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""All that is printed. stdout carries the result and nothing else; stderr what is said on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from aoquant.errors import AoquantError
+
+_LINE_EVERY_S = 5.0
+_PLAIN_WIDTH = 120  # where there is no terminal to ask
+
+
+class Console:
+    """Prints for one command. as_json: the result is one JSON document. quiet: no progress, notes or hints."""
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self._as_json = as_json
+        self._quiet = quiet
+        width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+        self._out = RichConsole(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+        self._err = RichConsole(file=sys.stderr, highlight=False, soft_wrap=True)
+
+    def result(self, document: dict[str, Any], tables: Callable[[], RenderableType]) -> None:
+        """The result: `document` as JSON, or `tables` for eyes."""
+        if self._as_json:
+            sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        else:
+            self._out.print(tables())
+
+    def code(self, text: str) -> None:
+        """Lines to copy, never wrapped; no part of a JSON result."""
+        if not self._as_json:
+            self._out.print(escape(text), style="cyan", soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Something worth knowing that is not the result."""
+        if not self._quiet:
+            self._err.print(f"[yellow]note:[/] {escape(text)}")
+
+    def error(self, error: AoquantError) -> None:
+        """What went wrong, in one line, and what to do about it, in another."""
+        self._err.print(f"[bold red]error:[/] {escape(_one_line(error.message))}")
+        if error.hint:
+            self._err.print(f"[cyan]hint:[/] {escape(_one_line(error.hint))}")
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[Callable[[str, int, int], None] | None]:
+        """A callback (stage, bytes done, bytes in all): a bar on a terminal, a plain line now and then elsewhere."""
+        if self._quiet:
+            yield None
+        elif self._err.is_terminal:
+            with _bar(self._err) as bar:
+                yield bar
+        else:
+            yield _Lines(self._err)
+
+
+@contextlib.contextmanager
+def _bar(console: RichConsole) -> Iterator[Callable[[str, int, int], None]]:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(bar_width=30), DownloadColumn(), TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def update(stage: str, done: int, total: int) -> None:
+            progress.update(task, description=escape(stage), completed=done, total=total)
+
+        yield update
+
+
+class _Lines:
+    """Progress for a log: one line when the stage changes its first word, and one every few seconds."""
+
+    def __init__(self, console: RichConsole) -> None:
+        self._console = console
+        self._started = self._said = time.monotonic()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said < _LINE_EVERY_S:
+            return
+        self._said = now
+        percent = 100 * done / total if total else 100.0
+        self._console.print(
+            f"{escape(stage)}: {percent:.0f} % ({size(done)} of {size(total)}) after {now - self._started:.0f} s"
+        )
+
+
+def size(num_bytes: int) -> str:
+    """`2.56 GB`: powers of 1000, as file sizes are advertised."""
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

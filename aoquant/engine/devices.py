@@ -1,0 +1,28 @@
+"""Where the arithmetic runs."""
+
+from __future__ import annotations
+
+import torch
+
+from aoquant.errors import UsageError
+
+
+def choose(name: str) -> torch.device:
+    """`auto` (an accelerator if there is one) or a device's own name → a device that exists. Raises UsageError."""
+    if name == "auto":
+        return torch.device(available()[0])
+    device = torch.device(name)
+    have = available()
+    if name in have or f"{name}:0" in have:
+        return device
+    raise UsageError(f"there is no device {name} here", hint=f"--device is one of auto, {', '.join(have)}")
+
+
+def available() -> list[str]:
+    """The devices of this machine, fastest kind first, `cpu` last."""
+    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if torch.xpu.is_available():
+        found += [f"xpu:{index}" for index in range(torch.xpu.device_count())]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return [*found, "cpu"]

@@ -1,0 +1,91 @@
+"""The heavy libraries, imported once and without the noise that they print on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+from types import ModuleType
+from typing import Any, Literal
+
+from aoquant.errors import CheckpointError
+
+Library = Literal["diffusers", "transformers"]
+
+# Loggers that speak while torch 2.13, torchao 0.18 and diffusers 0.42 are imported on a machine without a GPU.
+_NOISY = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
+
+
+class _Silence(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
+        return False
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back what torchao and friends print while they are imported and while they load; AOQUANT_DEBUG=1 lets it out.
+
+    Only the talk is stopped, and every logger, filter and bar is as it was afterwards.
+    """
+    if os.environ.get("AOQUANT_DEBUG"):
+        yield
+        return
+    silence = _Silence()
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    for logger in loggers:
+        logger.addFilter(silence)
+    try:
+        with warnings.catch_warnings(), _no_bars():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(silence)
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hold back the progress bars of diffusers and transformers, where they are imported already."""
+    bars: list[Any] = [sys.modules.get(f"{name}.utils.logging") for name in ("diffusers", "transformers")]
+    shown = [bar for bar in bars if bar is not None and bar.is_progress_bar_enabled()]
+    for bar in shown:
+        bar.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for bar in shown:
+            bar.enable_progress_bar()
+
+
+@functools.cache
+def load(name: Literal["diffusers", "transformers", "torchao.quantization"]) -> ModuleType:
+    """Import a heavy library; with torchao first, so that its loggers are quiet for everyone."""
+    with quiet():
+        importlib.import_module("torchao.quantization")
+        return importlib.import_module(name)
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that shapes a checkpoint, as the manifest records them."""
+    names = ("torch", "torchao", "diffusers", "transformers", "safetensors")
+    return {name: metadata.version(name) for name in names}
+
+
+def find_class(library: Library, class_name: str) -> type:
+    """The model class that a config.json or model_index.json names. Raises CheckpointError if this version lacks it."""
+    module = load(library)
+    with quiet():  # both libraries import a class's module when it is first asked for
+        found = getattr(module, class_name, None)
+        base = module.ModelMixin if library == "diffusers" else module.PreTrainedModel
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise CheckpointError(
+            f"{library} {metadata.version(library)} has no model class {class_name}",
+            hint=f"a newer {library} may have it: pip install -U {library}",
+        )
+    return found

@@ -1,0 +1,186 @@
+"""Plan → checkpoint: all of it, or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from aoquant import output
+from aoquant.checkpoint.manifest import MANIFEST, FileRecord
+from aoquant.engine import component as components
+from aoquant.engine.blocks import Workers, tensor_data
+from aoquant.engine.job import CARD, OutputFile, Plan
+from aoquant.engine.plan import ComponentPlan
+from aoquant.engine.reader import FileReader, MemoryReader, Reader
+from aoquant.engine.writer import FileWriter
+from aoquant.errors import AoquantError
+
+_COPY_BYTES = 1 << 20
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with (what is being done, bytes of the output that are written, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A finished checkpoint.
+
+    files: every file with its hash. on_cpu: tensors that the accelerator could not take. seconds: from the plan to the
+    renamed folder.
+    """
+
+    plan: Plan
+    device: str
+    files: tuple[FileRecord, ...]
+    on_cpu: tuple[str, ...]
+    seconds: float
+
+    def to_json(self, *, snippet: str) -> dict[str, Any]:
+        """The result as JSON values, `aoquant.quantize/1`. snippet: the Python lines that load it."""
+        components = [component.to_json() for component in self.plan.components]
+        for component in components:
+            del component["tensors"]  # `plan` and `inspect --layers` list them
+        return {
+            "schema": "aoquant.quantize/1",
+            "source": self.plan.manifest(()).to_json()["source"],
+            "output": self.plan.output.as_posix(),
+            "format": self.plan.format,
+            "dtype": self.plan.dtype,
+            "device": self.device,
+            "seconds": round(self.seconds, 3),
+            "source_bytes": self.plan.source_bytes,
+            "output_bytes": self.plan.output_bytes,
+            "components": components,
+            "files": [
+                {"path": str(file.path), "bytes": file.num_bytes, "sha256": file.sha256}
+                for file in sorted(self.files, key=lambda file: file.path)
+            ],
+            "on_cpu": list(self.on_cpu),
+            "warnings": list(self.plan.warnings),
+            "snippet": snippet,
+        }
+
+
+def write(
+    plan: Plan, *, device: torch.device, overwrite: bool = False, on_progress: OnProgress | None = None
+) -> Result:
+    """Do what `plan` says. The output folder appears whole, or not at all.
+
+    It is written beside its place, checked against the plan, and renamed. Raises UsageError if the output may not be
+    written there; ResourceError if the disk is, or gets, too full; CheckpointError if the source turns out damaged.
+    An exception, a signal turned into one included, leaves nothing behind.
+    """
+    start = time.perf_counter()
+    output.check_place(plan.output, overwrite=overwrite, source=plan.source.folder)
+    output.check_disk(plan.output, plan.output_bytes)
+    progress = _Progress(plan.output_bytes, on_progress)
+    with output.staging(plan.output) as staging, Workers(device) as workers:
+        records = list(_write_files(plan, staging, workers, progress))
+        _check(plan, staging)
+    return Result(
+        plan=plan,
+        device=str(device),
+        files=tuple(records),
+        on_cpu=tuple(sorted(workers.fallbacks.names)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+class _Progress:
+    def __init__(self, total_bytes: int, callback: OnProgress | None) -> None:
+        self._total = total_bytes
+        self._callback = callback
+        self._done = 0
+
+    def add(self, stage: str, num_bytes: int) -> None:
+        self._done += num_bytes
+        if self._callback is not None:
+            self._callback(stage, self._done, self._total)
+
+
+def _write_files(plan: Plan, staging: Path, workers: Workers, progress: _Progress) -> Iterator[FileRecord]:
+    records = []
+    for component in plan.components:
+        records += list(_write_component(plan, component, staging, workers, progress))
+    for file in plan.files:
+        if file.kind == "copy":
+            records.append(_copy(file, staging, progress))
+    records.append(_write_text(staging, PurePosixPath(CARD), plan.card(), progress))
+    yield from records
+    yield _write_text(staging, PurePosixPath(MANIFEST), plan.manifest(records).text(), progress)
+
+
+def _write_component(
+    plan: Plan, component: ComponentPlan, staging: Path, workers: Workers, progress: _Progress
+) -> Iterator[FileRecord]:
+    where = plan.folder_of(component)
+    folder = staging / where
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in component.texts.items():
+        yield _write_text(staging, where / name, text, progress)
+    title = f"{component.source.name or component.source.class_name} → {component.config}"
+    reader = _reader(plan, component)
+    try:
+        for shard in component.shards:
+            with FileWriter(folder, shard.layout) as writer:
+                for slot, values in tensor_data(shard.tensors, component.kernel, reader, workers):
+                    data = _as_bytes(values)
+                    writer.write(slot, data)
+                    progress.add(title, len(data))
+                written = writer.finish()
+            yield FileRecord(path=where / written.name, num_bytes=written.num_bytes, sha256=written.sha256)
+    finally:
+        reader.close()
+
+
+def _as_bytes(values: torch.Tensor) -> memoryview:
+    array: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _reader(plan: Plan, component: ComponentPlan) -> Reader:
+    if component.component.whole_reason:
+        return MemoryReader(components.load_whole(component.component, variant=plan.source.variant))
+    return FileReader({tensor.stored: component.entries[tensor.stored].parts[""] for tensor in component.tensors})
+
+
+def _write_text(staging: Path, path: PurePosixPath, text: str, progress: _Progress) -> FileRecord:
+    data = text.encode()
+    (staging / path).write_bytes(data)
+    progress.add(path.name, len(data))
+    return FileRecord(path=path, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _copy(file: OutputFile, staging: Path, progress: _Progress) -> FileRecord:
+    assert file.origin is not None
+    target = staging / file.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    num_bytes = 0
+    with file.origin.open("rb") as source, target.open("xb") as copy:
+        while data := source.read(_COPY_BYTES):
+            copy.write(data)
+            digest.update(data)
+            num_bytes += len(data)
+            progress.add(str(file.path), len(data))
+    return FileRecord(path=file.path, num_bytes=num_bytes, sha256=digest.hexdigest())
+
+
+def _check(plan: Plan, staging: Path) -> None:
+    """Hold what lies on the disk against the plan, and read it the way `inspect` does."""
+    from aoquant.inspection import inspect
+
+    planned = {str(file.path): file.num_bytes for file in plan.files}
+    found = {path.relative_to(staging).as_posix(): path.stat().st_size for path in staging.rglob("*") if path.is_file()}
+    if found != planned:
+        wrong = sorted(set(planned.items()) ^ set(found.items()))[0]
+        raise AoquantError(f"the output differs from the plan, first at {wrong[0]}: this is a bug in aoquant")
+    problems = [problem for component in inspect(staging).components for problem in component.problems]
+    if problems:
+        raise AoquantError(f"the output does not read back: {problems[0].text}: this is a bug in aoquant")

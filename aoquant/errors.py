@@ -1,0 +1,49 @@
+"""The exceptions that aoquant raises, each with the exit code that its command ends with.
+
+AoquantError            1  a bug or an unforeseen failure
+├── UsageError          2  the command line, or an argument of the library call, is wrong
+├── SourceError         3  the source cannot be had: not found, gated, offline, rate-limited
+├── CheckpointError     4  the source or checkpoint is damaged, incomplete, already quantized, or of other versions
+├── UnsafeError         5  refused: reading it would run code from the file
+├── ResourceError       6  not enough disk or memory
+└── GateError           7  a quality or size gate failed
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AoquantError(Exception):
+    """What went wrong in one line (`message`) and what to type next (`hint`, may be empty)."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(AoquantError):
+    exit_code = 2
+
+
+class SourceError(AoquantError):
+    exit_code = 3
+
+
+class CheckpointError(AoquantError):
+    exit_code = 4
+
+
+class UnsafeError(AoquantError):
+    exit_code = 5
+
+
+class ResourceError(AoquantError):
+    exit_code = 6
+
+
+class GateError(AoquantError):
+    exit_code = 7

@@ -1,0 +1,376 @@
+"""The Hub: one exact commit of a repository, its files brought into the Hub's own cache, its errors plain.
+
+The only module that talks to the Hub. huggingface_hub is imported when a function here is called, not before.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from aoquant.checkpoint.files import quoted
+from aoquant.errors import AoquantError, CheckpointError, ResourceError, SourceError
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes done so far and the bytes there are to do."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """size: in bytes, 0 if the Hub did not say. blob: its contents' name in the cache, empty if unknown."""
+
+    size: int
+    blob: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One exact commit of a repository.
+
+    folder: where the cache keeps the commit's files, those that have been fetched. files: all of its files by
+    their paths; offline, those in the cache.
+    """
+
+    repo_id: str
+    commit: str
+    folder: Path
+    files: Mapping[str, RemoteFile]
+    offline: bool
+
+
+def resolve(repo_id: str, *, revision: str | None, offline: bool, anchors: tuple[str, ...]) -> Snapshot:
+    """Find the commit that `revision` (default: main) names, and fetch the first of `anchors` that it has.
+
+    Offline (also when HF_HUB_OFFLINE is set) it is the commit that the name stood for when it was last
+    fetched. Raises SourceError, and CheckpointError if the commit has none of the anchors.
+    """
+    with _hub_errors(repo_id, revision=revision):
+        from huggingface_hub import HfApi, constants
+
+        revision = revision or constants.DEFAULT_REVISION
+        if offline or constants.HF_HUB_OFFLINE:
+            return _resolve_cached(repo_id, revision=revision, anchors=anchors)
+        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
+    if info.sha is None or _COMMIT.fullmatch(info.sha) is None:
+        raise _not_a_hub()
+    files = {
+        file.rfilename: RemoteFile(size=file.size or 0, blob=(file.lfs.sha256 if file.lfs else file.blob_id) or "")
+        for file in info.siblings or ()
+    }
+    anchor = next((name for name in anchors if name in files), None)
+    if anchor is None:
+        raise CheckpointError(
+            f"{repo_id} holds neither {' nor '.join(anchors)}",
+            hint="name the repository of a diffusers pipeline, or of one component of it",
+        )
+    # By its name first: that is what makes the cache remember the name, for --offline. If the branch moved in
+    # between, the commit that was listed is the one that counts.
+    folder = _fetch(repo_id, anchor, revision=revision).parent
+    if folder.name != info.sha:
+        folder = _fetch(repo_id, anchor, revision=info.sha).parent
+    return Snapshot(repo_id=repo_id, commit=info.sha, folder=folder, files=files, offline=False)
+
+
+def fetch(snapshot: Snapshot, path: str) -> Path:
+    """One small file of the commit, on disk. Raises as `absent` if the commit lacks it, else SourceError."""
+    if path not in snapshot.files:
+        raise absent(snapshot, [path])
+    if snapshot.offline:
+        return snapshot.folder / path
+    return _fetch(snapshot.repo_id, path, revision=snapshot.commit)
+
+
+def download(snapshot: Snapshot, paths: Collection[str], *, on_progress: OnProgress | None = None) -> None:
+    """Bring those of the files `paths` that are not cached yet, one after the other.
+
+    Raises ResourceError, before the first byte, if they do not fit the disk, and SourceError. One file at a
+    time, so that an interrupt stops at once; where the Hub's xet serves a file, it comes in parallel pieces.
+    """
+    if snapshot.offline:
+        return
+    with _hub_errors(snapshot.repo_id, revision=snapshot.commit):
+        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+        cache = Path(constants.HF_HUB_CACHE)
+        missing = [
+            path
+            for path in paths
+            if not isinstance(try_to_load_from_cache(snapshot.repo_id, path, revision=snapshot.commit), str)
+        ]
+    # Contents that another commit shares are in the cache already, under the same name.
+    blobs = cache / f"models--{snapshot.repo_id.replace('/', '--')}" / "blobs"
+    wanted = {path: snapshot.files[path] for path in missing}
+    sizes = {path: 0 if file.blob and (blobs / file.blob).is_file() else file.size for path, file in wanted.items()}
+    total = sum(sizes.values())
+    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    if total > free:
+        raise ResourceError(
+            f"{snapshot.repo_id}: {_gigabytes(total)} to download, and {cache} has {_gigabytes(free)} free",
+            hint="free some space, or set HF_HOME to a folder on a larger disk",
+        )
+    finished = 0
+    for path, size in sizes.items():
+        counter = _Counter(f"downloading {path}", start=finished, size=size, total=total, report=on_progress)
+        with _hub_errors(snapshot.repo_id, revision=snapshot.commit):
+            hf_hub_download(snapshot.repo_id, path, revision=snapshot.commit, **_quiet(counter.add))
+        finished += size
+        counter.add(size)
+
+
+def absent(snapshot: Snapshot, what: list[str]) -> AoquantError:
+    """The error for files that a commit lacks (CheckpointError), or offline its cached copy (SourceError)."""
+    shown = ", ".join(quoted(item, quote=False) for item in what[:3])
+    if len(what) > 3:
+        shown += f" and {len(what) - 3} more"
+    where = f"{snapshot.repo_id} at {snapshot.commit[:12]}"
+    if snapshot.offline:
+        return SourceError(
+            f"offline, and the cache of {where} lacks {shown}",
+            hint="run it once without --offline (and without HF_HUB_OFFLINE) to fetch that",
+        )
+    return CheckpointError(f"{where} lacks {shown}", hint="the repository is incomplete: try another --revision")
+
+
+def _resolve_cached(repo_id: str, *, revision: str, anchors: tuple[str, ...]) -> Snapshot:
+    """`resolve` from the cache alone. Raises LocalEntryNotFoundError if it has none of the anchors."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    for anchor in anchors:
+        try:
+            path = hf_hub_download(repo_id, anchor, revision=revision, local_files_only=True)
+        except LocalEntryNotFoundError:
+            continue
+        folder = Path(path).parent
+        files = {
+            file.relative_to(folder).as_posix(): RemoteFile(size=file.stat().st_size, blob="")
+            for file in folder.rglob("*")
+            if file.is_file()
+        }
+        return Snapshot(repo_id=repo_id, commit=folder.name, folder=folder, files=files, offline=True)
+    raise LocalEntryNotFoundError(f"{repo_id} at {revision} is not cached")
+
+
+def _fetch(repo_id: str, path: str, *, revision: str) -> Path:
+    with _hub_errors(repo_id, revision=revision):
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(repo_id, path, revision=revision, **_quiet(None)))
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"
+
+
+class _Counter:
+    """Counts the bytes of one file of a download, and reports the whole download's."""
+
+    def __init__(self, stage: str, *, start: int, size: int, total: int, report: OnProgress | None) -> None:
+        self._stage, self._start, self._size, self._total, self._report = stage, start, size, total, report
+        self._done = 0
+        self.add(0)
+
+    def add(self, num_bytes: int) -> None:
+        """Negative when a retry starts the file anew."""
+        self._done = max(0, min(self._done + num_bytes, self._size))
+        if self._report is not None:
+            self._report(self._stage, self._start + self._done, self._total)
+
+
+def _quiet(on_bytes: Callable[[int], None] | None) -> dict[str, Any]:
+    """The argument that keeps hf_hub_download from drawing its bar, and reports its bytes to `on_bytes`.
+
+    Versions that do not take it yet draw their bar on stderr and report nothing.
+    """
+    from huggingface_hub import hf_hub_download
+
+    if "tqdm_class" not in inspect.signature(hf_hub_download).parameters:
+        return {}
+
+    class SilentBar:
+        """What huggingface_hub uses of a bar, as its own silent_tqdm and _AggregatedTqdm have it."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self, n: float | None = 1) -> None:
+            if on_bytes is not None:
+                on_bytes(int(n or 0))
+
+        def ignore(self, *_: object, **__: object) -> None:
+            """Of the bytes that xet moves, only those that reach the file count."""
+
+        close = refresh = update_transfer = ignore
+        set_description = set_description_str = set_postfix_str = set_transfer_postfix_str = ignore
+
+    return {"tqdm_class": SilentBar}
+
+
+def _endpoint() -> str:
+    """The Hub's address, without a user name or password that HF_ENDPOINT may hold."""
+    from huggingface_hub import constants
+
+    parts = urlsplit(constants.ENDPOINT)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
+
+
+def _host() -> str:
+    return urlsplit(_endpoint()).netloc
+
+
+@contextmanager
+def _hub_errors(repo_id: str, *, revision: str | None) -> Iterator[None]:
+    """Turn what huggingface_hub raises into an error of ours. Only calls into it belong inside."""
+    try:
+        yield
+    except AoquantError:
+        raise
+    except Exception as error:
+        translated = _translate(error, repo_id, revision=revision or "main")
+        if translated is None:
+            raise
+        raise translated from error
+
+
+def _translate(error: BaseException, repo_id: str, *, revision: str) -> AoquantError | None:
+    """The error that tells a user the same, or None for one not of the Hub. Repeats none of its text."""
+    from huggingface_hub import errors
+
+    page = f"{_endpoint()}/{repo_id}"
+    has_token = _has_token()
+    if isinstance(error, errors.HFValidationError):
+        return SourceError(
+            f"{quoted(repo_id)} cannot be a repository's id",
+            hint="write org/name; names have letters, digits, '-', '_' and '.'",
+        )
+    if isinstance(error, errors.GatedRepoError):
+        if has_token:
+            return SourceError(
+                f"{repo_id} is gated, and the account of your Hub token has no access to it",
+                hint=f"accept its licence at {page} with that account, then run this again",
+            )
+        return SourceError(
+            f"{repo_id} is gated, and there is no Hub token here",
+            hint=f"accept its licence at {page}, then run `hf auth login` or set HF_TOKEN",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        what = "check that the token's account may read it" if has_token else "if it is private, set HF_TOKEN"
+        return SourceError(
+            f"no repository {repo_id} on {_host()}, or it is private", hint=f"check the spelling; {what}"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SourceError(
+            f"{repo_id} has no revision {quoted(revision)}",
+            hint=f"its branches and tags are at {page}/tree/main",
+        )
+    if isinstance(error, errors.DisabledRepoError):
+        return SourceError(f"{repo_id} has been disabled on {_host()}", hint=f"{page} may say why")
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        cause = error.__cause__
+        if cause is not None and not isinstance(cause, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
+            return _translate(cause, repo_id, revision=revision) or _unreachable()
+        return SourceError(
+            f"offline, and {repo_id} at {quoted(revision)} is not in the Hub's cache",
+            hint="run it once without --offline (and without HF_HUB_OFFLINE), or name a local copy's folder",
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return _translate_status(error, repo_id, has_token=has_token)
+    if isinstance(error, errors.FileMetadataError | ValueError | KeyError):
+        return _not_a_hub()
+    return _translate_io(error, repo_id)
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    try:
+        return get_token() is not None
+    except OSError:  # its file cannot be read, which may be the very error at hand
+        return False
+
+
+def _translate_status(error: Any, repo_id: str, *, has_token: bool) -> SourceError:
+    response = error.response
+    status: int = response.status_code if response is not None else 0
+    if status == 429:
+        wait = response.headers.get("Retry-After", "")
+        pause = f"wait {wait} s" if wait.isdigit() and wait != "0" else "wait a few minutes"
+        more = "" if has_token else "; with a token (HF_TOKEN) the limit is higher"
+        return SourceError(f"{_host()} limits the rate of requests (HTTP 429) for {repo_id}", hint=f"{pause}{more}")
+    if status == 401:
+        return SourceError(
+            f"{_host()} does not accept your Hub token (HTTP 401)",
+            hint="set HF_TOKEN to a valid one, or run `hf auth login`",
+        )
+    if status == 403:
+        return SourceError(
+            f"your Hub token does not permit reading {repo_id} (HTTP 403)",
+            hint=f"see the token's permissions at {_endpoint()}/settings/tokens",
+        )
+    if status == 404:
+        return SourceError(f"a file of {repo_id} is gone from {_host()} (HTTP 404)", hint="run it again")
+    if status >= 500:
+        return SourceError(f"{_host()} failed to answer for {repo_id} (HTTP {status})", hint="try again later")
+    return SourceError(f"{_host()} refused a request for {repo_id} (HTTP {status})", hint="check the name and HF_TOKEN")
+
+
+def _translate_io(error: BaseException, repo_id: str) -> AoquantError | None:
+    """Errors of the disk, and those that come from the HTTP library as they are, whichever it is.
+
+    huggingface_hub used requests before 1.0, then httpx, then its successor; its own HTTP error is derived
+    from that library's root error in each.
+    """
+    from huggingface_hub import errors
+
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return ResourceError(
+            f"the disk filled up while {repo_id} was downloaded",
+            hint="free some space, or set HF_HOME to a folder on a larger disk",
+        )
+    if isinstance(error, OSError) and error.filename is not None:
+        return SourceError(
+            f"the Hub's cache cannot be used: {error.strerror}: {error.filename}",
+            hint="set HF_HOME to a folder that can be written",
+        )
+    if isinstance(error, OSError) and str(error).startswith("Consistency check failed"):
+        return SourceError(f"a file of {repo_id} arrived with the wrong size", hint="run it again")
+    if isinstance(error, (OSError, *errors.HfHubHTTPError.__bases__)):
+        return _unreachable()
+    if isinstance(error, RuntimeError):
+        # hf_xet raises these from its compiled half.
+        return SourceError(
+            f"the download of {repo_id} broke off",
+            hint="run it again; HF_HUB_DISABLE_XET=1 takes the plain way",
+        )
+    return None
+
+
+def _not_a_hub() -> SourceError:
+    return SourceError(
+        f"{_endpoint()} does not answer as a Hub does",
+        hint="check HF_ENDPOINT, and whether a proxy stands in between",
+    )
+
+
+def _unreachable() -> SourceError:
+    return SourceError(
+        f"{_endpoint()} cannot be reached",
+        hint="check the network and HF_ENDPOINT; --offline uses what is cached",
+    )

@@ -1,0 +1,216 @@
+"""Checkpoint → modules, exactly as a program with plain diffusers and transformers would load them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from aoquant.engine import devices, libraries
+from aoquant.engine.formats import parts
+from aoquant.errors import CheckpointError, ResourceError, UnsafeError, UsageError
+from aoquant.inspection import inspect
+from aoquant.report import ComponentReport, Report
+
+SCHEMA = "aoquant.load/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """How one component loaded. weights: tensor class → number of parameters and buffers. num_bytes: all storages."""
+
+    name: str
+    class_name: str
+    library: str
+    device: str
+    dtype: str
+    weights: Mapping[str, int]
+    num_bytes: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "class": self.class_name,
+            "library": self.library,
+            "device": self.device,
+            "dtype": self.dtype,
+            "weights": dict(self.weights),
+            "memory_bytes": self.num_bytes,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """One component in memory, and how it got there."""
+
+    module: nn.Module
+    report: LoadReport
+
+
+def component_names(folder: str | Path) -> tuple[str, ...]:
+    """The quantized components of a checkpoint folder; `("",)` where the folder is one component.
+
+    Raises CheckpointError if the folder cannot be read or holds none.
+    """
+    return tuple(component.name for component in _quantized(inspect(folder), folder))
+
+
+def load_component(folder: str | Path, name: str, *, device: str = "cpu") -> Loaded:
+    """Load one component onto `device`, in the dtype it was made in.
+
+    Nothing is unpickled but what torch's weights-only unpickler and torchao's own registrations allow. Raises
+    UsageError for a device or component that is not there; CheckpointError for a checkpoint that is damaged or does
+    not load here; UnsafeError for a `.bin` that would run code; ResourceError if it does not fit the device.
+    """
+    place = devices.choose(device)
+    report = inspect(folder)
+    found = {component.name: component for component in _quantized(report, folder)}
+    if name not in found:
+        raise UsageError(f"{folder} has no quantized component {name}", hint=f"it has {', '.join(found)}")
+    return _load(Path(folder), found[name], place)
+
+
+def load_each(folder: str | Path, *, device: str = "cpu") -> Iterator[Loaded]:
+    """Load every quantized component of a folder in turn. One at a time stays in memory if the caller lets go of it."""
+    place = devices.choose(device)
+    report = inspect(folder)
+    for problem in report.problems:
+        if problem.severity == "error":
+            raise CheckpointError(problem.text, hint=f"`aoquant inspect {folder}` shows every problem")
+    for component in _quantized(report, folder):
+        yield _load(Path(folder), component, place)
+
+
+def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
+    found = [component for component in report.components if component.config or component.num_quantized]
+    if report.kind == "file":
+        raise CheckpointError(f"{folder} is a file", hint="name the folder that holds it and its config.json")
+    if not found:
+        raise CheckpointError(f"{folder} holds no quantized component", hint="`aoquant quantize` makes one")
+    return found
+
+
+def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
+    _refuse_unsound(folder, report)
+    dtype = _dtype(report)
+    model_class: Any = libraries.find_class(_library(report), report.class_name)
+    options: dict[str, Any] = {
+        "torch_dtype" if report.library == "diffusers" else "dtype": dtype,
+        "use_safetensors": report.format == "safetensors",
+        "local_files_only": True,
+    }
+    if place.type != "cpu":
+        options["device_map"] = {"": place}
+    start = time.perf_counter()
+    with libraries.quiet():
+        try:
+            module: nn.Module = model_class.from_pretrained(str(folder / report.name), **options)
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"{_title(report)} does not fit {place}: {report.weight_bytes:,} bytes",
+                hint="free memory there, or choose another --device",
+            ) from error
+        except Exception as error:
+            raise CheckpointError(
+                f"{_title(report)} does not load: {' '.join(str(error).split())[:200]}",
+                hint=f"it was made with {_versions(report)}; installed are {_installed(report)}",
+            ) from error
+    _check_loaded(report, module)
+    tensors = [*module.parameters(), *module.buffers()]
+    return Loaded(
+        module=module,
+        report=LoadReport(
+            name=report.name,
+            class_name=report.class_name,
+            library=report.library,
+            device=str(place),
+            dtype=str(dtype).removeprefix("torch."),
+            weights=Counter(_kind(tensor) for tensor in tensors),
+            num_bytes=_storage_bytes(tensors),
+            seconds=time.perf_counter() - start,
+        ),
+    )
+
+
+def _refuse_unsound(folder: Path, report: ComponentReport) -> None:
+    if report.suspicious:
+        raise UnsafeError(
+            f"{_title(report)}: unpickling it would run code: {', '.join(report.suspicious[:3])}",
+            hint="do not load it; get the checkpoint from a source you trust",
+        )
+    for problem in report.problems:
+        if problem.severity == "error":
+            raise CheckpointError(
+                f"{_title(report)}: {problem.text}", hint=f"`aoquant inspect {folder}` shows every problem"
+            )
+
+
+def _check_loaded(report: ComponentReport, module: nn.Module) -> None:
+    """The stock loaders leave what they could not fill on the meta device and say so in a log line at most."""
+    empty = [name for name, tensor in module.state_dict().items() if tensor.device.type == "meta"]
+    if empty:
+        raise CheckpointError(
+            f"{_title(report)}: {len(empty)} tensors were not filled, first {empty[0]}",
+            hint="config.json and the weights do not belong together",
+        )
+    quantized = {name for name, tensor in module.state_dict().items() if len(parts(_plain(tensor))) > 1}
+    stored = sum(not entry.is_plain for entry in report.entries.values())
+    if len(quantized) != stored:
+        raise CheckpointError(
+            f"{_title(report)}: {stored} tensors are stored quantized, {len(quantized)} were loaded so",
+            hint="config.json and the weights do not belong together",
+        )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.data if isinstance(tensor, nn.Parameter) else tensor
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return type(_plain(tensor)).__name__
+
+
+def _storage_bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {}
+    for tensor in tensors:
+        for part in parts(_plain(tensor)).values():
+            storage = part.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _dtype(report: ComponentReport) -> torch.dtype:
+    logical = Counter(entry.dtype for entry in report.entries.values() if not entry.is_plain)
+    name = logical.most_common(1)[0][0] if logical else "bfloat16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _library(report: ComponentReport) -> libraries.Library:
+    if report.library not in ("diffusers", "transformers"):
+        raise CheckpointError(
+            f"{_title(report)}: its config.json does not say which library it is for",
+            hint="a component's config.json has _class_name (diffusers) or architectures (transformers)",
+        )
+    return "diffusers" if report.library == "diffusers" else "transformers"
+
+
+def _versions(report: ComponentReport) -> str:
+    return ", ".join(f"{name} {version}" for name, version in report.versions.items()) or "unknown versions"
+
+
+def _installed(report: ComponentReport) -> str:
+    versions = libraries.versions()
+    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "torchao", report.library))
+
+
+def _title(report: ComponentReport) -> str:
+    return report.name or report.class_name

@@ -1,0 +1,182 @@
+"""Results → what a person sees: rich tables and lines, no printing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from aoquant.configs import ALIASES, CONFIGS, Option
+from aoquant.console import size
+
+if TYPE_CHECKING:
+    from aoquant.engine.job import Plan
+    from aoquant.engine.run import Result
+    from aoquant.loading import LoadReport
+    from aoquant.report import ComponentReport, Report
+
+
+def configs_table() -> RenderableType:
+    """Every config name: what it means, what it stores, where it runs. All can be made on any machine."""
+    table = _table("config", ">bits", "weights", "options (default first)", "runs")
+    for row in CONFIGS.values():
+        options = [f"{option.name}={_choices(option)}" for option in row.options]
+        table.add_row(f"[bold]{row.name}[/]", str(row.bits), row.meaning, ", ".join(options), row.runs_on)
+    older = _table("config", "older spellings, accepted too")
+    for row in CONFIGS.values():
+        names = [
+            alias for alias, target in ALIASES.items() if target.partition(":")[0] == row.name and ":" not in alias
+        ]
+        older.add_row(row.name, ", ".join(names))
+    return Group(table, older, Text("Every config can be made on any machine, with or without a GPU."))
+
+
+def _choices(option: Option) -> str:
+    default = "a row" if option.default is None else str(option.default)
+    return "|".join([default, *(str(choice) for choice in option.choices if choice != option.default)])
+
+
+def plan_tables(plan: Plan) -> RenderableType:
+    """What would be done: a row for each component, why weights are kept, and the size of everything."""
+    total = f"{len(plan.files)} files, {size(plan.output_bytes)} ({plan.output_bytes:,} bytes)"
+    return Group(
+        _component_plans(plan),
+        *_kept_lines(plan),
+        Text(f"output  {plan.output}: {total}"),
+        Text(f"memory  about {size(plan.working_bytes)} of tensor data at a time"),
+    )
+
+
+def result_tables(result: Result) -> RenderableType:
+    """What was done."""
+    plan = result.plan
+    lines = [Text(f"{plan.output}: {len(result.files)} files, {size(plan.output_bytes)}, {result.seconds:.1f} s\n")]
+    if result.on_cpu:
+        lines.append(Text(f"{len(result.on_cpu)} tensors did not fit the accelerator and were made on the CPU\n"))
+    return Group(_component_plans(plan), *_kept_lines(plan), *lines)
+
+
+def _component_plans(plan: Plan) -> Table:
+    table = _table("component", "class", "config", ">quantized", ">kept", ">other", ">from", ">to", ">smaller", "read")
+    for component in plan.components:
+        shrink = component.source_bytes / component.tensor_bytes if component.tensor_bytes else 0.0
+        table.add_row(
+            escape(component.source.name or "(root)"),
+            component.source.class_name,
+            str(component.config),
+            str(component.num_quantized),
+            str(sum(component.kept.values())),
+            str(component.num_other),
+            size(component.source_bytes),
+            size(component.tensor_bytes),
+            f"{shrink:.2f}×",
+            "whole" if component.component.whole_reason else "streamed",
+        )
+    return table
+
+
+def _kept_lines(plan: Plan) -> list[RenderableType]:
+    """Each reason for which Linear weights stay as they are, with its number and up to three names."""
+    table = _table(">kept", "because", "such as")
+    for component in plan.components:
+        names: dict[str, list[str]] = {}
+        for tensor in component.tensors:
+            if tensor.fate == "keep":
+                names.setdefault(tensor.reason, []).append(tensor.name.rpartition(".")[0])
+        for reason, found in names.items():
+            more = "" if len(found) <= 3 else f" and {len(found) - 3} more"
+            table.add_row(str(len(found)), escape(reason), escape(", ".join(found[:3])) + more)
+    return [table] if table.row_count else []
+
+
+def report_tables(report: Report, *, layers: bool) -> RenderableType:
+    """What `inspect` found: a table for each component, versions, files and problems."""
+    shown: list[RenderableType] = []
+    for component in report.components:
+        title = " · ".join(filter(None, (component.name, component.class_name, component.config or "not quantized")))
+        shown += [Text(title, style="bold"), _component_report(component), *_report_lines(component)]
+        if layers:
+            shown.append(_layers(component))
+        shown.append(Text())
+    if report.source:
+        shown.append(Text("source   " + ", ".join(f"{key} {value}" for key, value in report.source.items())))
+    if report.versions:
+        shown.append(Text("made by  " + _joined(report.versions)))
+    shown += [_problem(problem.severity, problem.text) for problem in report.problems]
+    return Group(*shown)
+
+
+def _component_report(component: ComponentReport) -> Table:
+    table = _table("tensors", "dtype", ">count", ">parameters", ">bytes", ">bits each")
+    for tally in component.tallies:
+        bits = 8 * tally.num_bytes / tally.num_parameters if tally.num_parameters else 0.0
+        table.add_row(
+            tally.kind, tally.dtype, str(tally.count), f"{tally.num_parameters:,}", size(tally.num_bytes), f"{bits:.2f}"
+        )
+    table.add_section()
+    total = sum(tally.count for tally in component.tallies)
+    table.add_row(
+        "all", "", str(total), f"{component.num_parameters:,}", size(component.weight_bytes),
+        f"{component.bits_per_weight:.2f}",
+    )  # fmt: skip
+    return table
+
+
+def _report_lines(component: ComponentReport) -> list[RenderableType]:
+    statuses = Counter(file.status for file in component.files)
+    files = ", ".join(f"{count} {status}" for status, count in statuses.items()) or "none"
+    lines: list[RenderableType] = [
+        Text(f"files    {component.format or 'no weights'}: {files}, {size(component.file_bytes)}")
+    ]
+    if component.num_quantized:
+        lines.append(Text(f"weights  {component.quantized_bits_per_weight:.2f} bits each where quantized"))
+    if component.versions:
+        lines.append(Text("versions " + _joined(component.versions)))
+    lines += [_problem(problem.severity, problem.text) for problem in component.problems]
+    return lines
+
+
+def _layers(component: ComponentReport) -> Table:
+    table = _table("tensor", "class", "shape", "dtype", ">bytes", "parts")
+    for entry in component.entries.values():
+        parts = ", ".join(f"{name} {part.dtype} {list(part.shape)}" for name, part in entry.parts.items() if name)
+        table.add_row(
+            escape(entry.name), entry.kind, escape(str(list(entry.shape))), entry.dtype, f"{entry.num_bytes:,}",
+            escape(parts),
+        )  # fmt: skip
+    return table
+
+
+def loaded_tables(loaded: Sequence[LoadReport]) -> RenderableType:
+    """A row for each component that was loaded."""
+    table = _table("component", "class", "weights", "dtype", "device", ">memory", ">seconds")
+    for component in loaded:
+        weights = ", ".join(f"{count} {kind}" for kind, count in sorted(component.weights.items()))
+        table.add_row(
+            escape(component.name or "(root)"), component.class_name, weights, component.dtype, component.device,
+            size(component.num_bytes), f"{component.seconds:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _problem(severity: str, text: str) -> Text:
+    return Text(f"{severity}: {text}", style="bold red" if severity == "error" else "yellow")
+
+
+def _joined(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _table(*columns: str) -> Table:
+    """A plain table; `>` before a heading aligns its column to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
+    return table
