@@ -81,14 +81,17 @@ def _bar(console: RichConsole) -> Iterator[Callable[[str, int, int], None]]:
 
 
 class _Lines:
-    """Progress for a log: one line when the stage changes its first word, and one every few seconds."""
+    """Progress for a log: a plain line every few seconds."""
 
     def __init__(self, console: RichConsole) -> None:
         self._console = console
-        self._started = self._said = time.monotonic()
+        self._started: float | None = None
+        self._said = 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
+        if self._started is None:
+            self._started = self._said = now
         if now - self._said < _LINE_EVERY_S:
             return
         self._said = now

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,26 +26,58 @@ _FORBIDDEN = (
 
 
 def check_place(output: Path, *, overwrite: bool, source: Path | None = None) -> None:
-    """Refuse an output that is in the way, that `overwrite` may not replace, or that would swallow its `source`.
+    """Refuse an output that is in the way, that `overwrite` may not replace, that would swallow its `source`, or that
+    cannot be made where it is.
 
     Only folders that hold an aoquant.json, and empty ones, are ever replaced. Raises UsageError.
     """
     try:
-        if not (output.is_symlink() or output.exists()):
-            return
-        if not overwrite:
-            raise UsageError(f"{output} exists", hint="choose another --output, or replace it with --overwrite")
-        if output.is_symlink() or not output.is_dir():
-            raise UsageError(f"{output} is not a folder", hint="choose another --output")
-        if not (output / MANIFEST).is_file() and any(output.iterdir()):
-            raise UsageError(
-                f"{output} was not written by aoquant, so --overwrite leaves it alone",
-                hint="remove it yourself, or choose another --output",
-            )
+        if _is_there(output):
+            _check_replaceable(output, overwrite=overwrite)
         if source is not None and output.resolve() in (source.resolve(), *source.resolve().parents):
             raise UsageError(f"{output} holds the source itself", hint="choose another --output")
+        _try_making_a_folder(output)
     except OSError as error:
         raise translated(error, output) from error
+    except ValueError as error:
+        raise UsageError(f"{str(output)!r} is no path: {error}", hint="choose another --output") from error
+
+
+def _is_there(output: Path) -> bool:
+    """Whether something has this name, be it a dangling link. A file among its parents counts as absent."""
+    try:
+        output.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _check_replaceable(output: Path, *, overwrite: bool) -> None:
+    if not overwrite:
+        raise UsageError(f"{output} exists", hint="choose another --output, or replace it with --overwrite")
+    if output.is_symlink() or not output.is_dir():
+        raise UsageError(f"{output} is not a folder", hint="choose another --output")
+    if output.is_mount():
+        raise UsageError(f"{output} is a mount point, which cannot be replaced", hint="choose a folder inside it")
+    if not (output / MANIFEST).is_file() and any(output.iterdir()):
+        raise UsageError(
+            f"{output} was not written by aoquant, so --overwrite leaves it alone",
+            hint="remove it yourself, or choose another --output",
+        )
+
+
+def _try_making_a_folder(output: Path) -> None:
+    """Make and remove an empty folder where `output` will be made: nothing else tells of rights and read-only disks."""
+    parent = next(folder for folder in _place(output).parents if os.path.lexists(folder))
+    folder = parent / f".aoquant.{secrets.token_hex(8)}"
+    try:
+        folder.mkdir()
+    except FileNotFoundError as error:  # /proc answers so, and a dangling link
+        reason = f"{parent} takes no folders"
+        raise UsageError(f"{output} cannot be written: {reason}", hint="choose another --output") from error
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def check_disk(output: Path, num_bytes: int) -> None:
@@ -60,7 +92,7 @@ def check_disk(output: Path, num_bytes: int) -> None:
 
 def free_bytes(output: Path) -> int:
     """Free bytes on the disk that `output` will lie on."""
-    existing = next(folder for folder in output.absolute().parents if folder.is_dir())
+    existing = next(folder for folder in _place(output).parents if folder.is_dir())
     return shutil.disk_usage(existing).free
 
 
@@ -74,18 +106,20 @@ def staging(output: Path) -> Iterator[Path]:
     made: list[Path] = []
     done = False
     try:
-        for parent in reversed(output.absolute().parents):
+        place = _place(output)
+        replaces = place.exists()
+        for parent in reversed(place.parents):
             if not parent.exists():
                 parent.mkdir()
                 made.append(parent)
-        folder = _beside(output, ".new")
+        folder = _beside(place, ".new")
         try:
-            folder.chmod(0o777 & ~_umask())  # mkdtemp makes it private, and it is about to become the result
+            folder.mkdir()
             yield folder
-            _put_in_place(folder, output)
+            _put_in_place(folder, place, replaces=replaces)
             done = True
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
     except OSError as error:
         raise translated(error, output) from error
     finally:
@@ -101,39 +135,50 @@ def translated(error: OSError, output: Path) -> AoquantError:
             f"the disk of {output} is full ({error.strerror})",
             hint="free some space, or choose an --output on another disk; nothing was left behind",
         )
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        return UsageError(f"{output} came to exist meanwhile", hint="choose another --output, or use --overwrite")
     if error.errno in _FORBIDDEN:
         return UsageError(f"{output} cannot be written: {error.strerror}", hint="choose another --output")
     return AoquantError(f"{error.filename or output}: {error.strerror or error}")
 
 
-def _beside(output: Path, suffix: str) -> Path:
-    name = output.name[:200]  # leave room: file systems allow 255 bytes
-    return Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=suffix, dir=output.absolute().parent))
+def _place(output: Path) -> Path:
+    """`output` in full, so that `.` and `a/..` can be renamed. A link in its last part, refused before, would be
+    followed."""
+    return Path(os.path.realpath(output))
 
 
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
+def _beside(place: Path, suffix: str) -> Path:
+    """An unused hidden name beside `place`. It is known before the folder is made: no interrupt falls in between."""
+    name = os.fsencode(place.name)[:200].decode(errors="ignore")  # leave room: file systems allow 255 bytes
+    return place.parent / f".{name}.{secrets.token_hex(8)}{suffix}"
 
 
-def _put_in_place(folder: Path, output: Path) -> None:
-    """Rename the finished `folder` to `output`. An old one there is moved aside first, and back if that fails."""
-    if not output.exists():
-        folder.rename(output)
-        _sync_folder(output.absolute().parent)
-        return
-    aside = _beside(output, ".old")
+def _remove(folder: Path) -> None:
+    """Remove a temporary folder, also if a second interrupt comes meanwhile."""
     try:
-        output.rename(aside / "old")
-        try:
-            folder.rename(output)
-        except BaseException:
-            (aside / "old").rename(output)
-            raise
-        _sync_folder(output.absolute().parent)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _put_in_place(folder: Path, place: Path, *, replaces: bool) -> None:
+    """Rename the finished `folder` to `place`. One that it `replaces` is moved aside first, and back if that fails.
+
+    Wherever an interrupt falls, what is at `place` decides: the old one is removed only when the new one is there.
+    What came to be at `place` since the start was not there to be checked: the rename fails on it.
+    """
+    aside = _beside(place, ".old")
+    try:
+        if replaces:
+            place.rename(aside)
+        folder.rename(place)
+        _sync_folder(place.parent)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside.exists() and not place.exists():
+            aside.rename(place)
+        _remove(aside)
 
 
 def _sync_folder(folder: Path) -> None:

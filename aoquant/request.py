@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal, TypedDict, get_args
 
@@ -14,8 +16,8 @@ from aoquant.errors import UsageError
 Format = Literal["bin", "safetensors"]
 DType = Literal["bfloat16", "float16", "float32"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
+_DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:[0-9]{1,2})?")
 
 
 class Options(TypedDict, total=False):
@@ -81,7 +83,7 @@ def make_request(model: str, components: Mapping[str, str], options: Options) ->
     return Request(
         model=model,
         configs=configs,
-        output=Path(output) if output is not None else Path(default_output(model, list(configs.values()))),
+        output=_home(output) if output is not None else Path(default_output(model, list(configs.values()))),
         format="safetensors" if format_ == "safetensors" else "bin",
         max_shard_bytes=parse_size(options.get("max_shard_size", "10GB")),
         device=device,
@@ -97,20 +99,30 @@ def make_request(model: str, components: Mapping[str, str], options: Options) ->
 
 def default_output(model: str, configs: Sequence[QuantConfig]) -> str:
     """`<model name>-<configs>`: `FLUX.1-dev-int8wo`, each config once."""
-    folder = Path(model).expanduser()
-    name = folder.resolve().name if folder.is_dir() else model.rstrip("/").rpartition("/")[2].partition("@")[0]
+    name = model.rstrip("/").rpartition("/")[2].partition("@")[0]
+    with contextlib.suppress(OSError, ValueError):  # too long for a path: `open_source` says so
+        folder = _home(model)
+        name = folder.resolve().name if folder.is_dir() else name
     texts = dict.fromkeys(re.sub("[:,]", "-", str(config)).replace("=", "") for config in configs)
     return "-".join([name or "model", *texts])
 
 
+def _home(path: str | Path) -> Path:
+    """A path with its `~` read, which a shell leaves alone in `--output=~/x`; as it is if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def parse_size(text: str | int) -> int:
-    """`10GB`, `512MiB`, `2.5e9`-free plain numbers: bytes, at least 1. Raises UsageError."""
+    """`10GB`, `512MiB`, `1.5 GB` or a plain number of bytes: bytes, at least 1. Raises UsageError."""
     match = _SIZE.fullmatch(str(text).strip())
     if match is None:
         raise UsageError(f"'{text}' is not a size", hint="write for example 10GB, 512MB or 4GiB")
     number, prefix, binary = match.groups()
-    unit = (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " ")
-    num_bytes = int(float(number) * unit)
+    unit = (1024 if binary else 1000) ** " kmgt".index(prefix.lower() if prefix else " ")
+    num_bytes = int(Fraction(number) * unit)
     if num_bytes < 1:
         raise UsageError(f"a size of {text} holds nothing", hint="write for example 10GB")
     return num_bytes

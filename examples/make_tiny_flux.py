@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import string
 import tempfile
 from pathlib import Path
 from typing import TypeVar
+
+for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer", "transformers"):
+    logging.getLogger(name).addFilter(lambda record: False)  # what they say while they are imported helps nobody
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -158,9 +162,7 @@ def tiny_flux(seed: int) -> FluxPipeline:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another model (default 0)")
     args = parser.parse_args()

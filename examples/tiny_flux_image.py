@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -21,6 +22,9 @@ from typing import Any
 from PIL import Image, ImageChops, ImageDraw, ImageStat
 
 PROMPT = "a small red fox in the snow, 35 mm"
+
+for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+    logging.getLogger(name).addFilter(lambda record: False)  # what they say while they are imported helps nobody
 
 
 def quantized_components(folder: Path) -> list[str]:
@@ -44,28 +48,22 @@ def load_component(pipeline: Path, folder: Path, name: str) -> Any:
         return cls.from_pretrained(str(folder), subfolder=name, dtype=torch.bfloat16)
     # diffusers finds a .bin in shards only where it is told not to look for safetensors.
     options = {"use_safetensors": False} if any((folder / name).glob("*.bin*")) else {}
-    return diffusers.AutoModel.from_pretrained(
-        str(folder), subfolder=name, torch_dtype=torch.bfloat16, **options
-    )
+    return diffusers.AutoModel.from_pretrained(str(folder), subfolder=name, dtype=torch.bfloat16, **options)
 
 
-def draw(
-    pipeline: Path, quantized: Path | None, *, size: int, steps: int, seed: int, prompt: str
-) -> Image.Image:
+def draw(pipeline: Path, quantized: Path | None, *, size: int, steps: int, seed: int, prompt: str) -> Image.Image:
     """One picture of size x size pixels; the same arguments give the same one."""
     import diffusers
     import torch
     import transformers
 
-    for logging in (diffusers.utils.logging, transformers.utils.logging):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
     components = {}
     if quantized:
-        components = {
-            name: load_component(pipeline, quantized, name) for name in quantized_components(quantized)
-        }
-    flux = diffusers.FluxPipeline.from_pretrained(str(pipeline), torch_dtype=torch.bfloat16, **components)
+        components = {name: load_component(pipeline, quantized, name) for name in quantized_components(quantized)}
+    flux = diffusers.FluxPipeline.from_pretrained(str(pipeline), dtype=torch.bfloat16, **components)
     flux.set_progress_bar_config(disable=True)
     noise = torch.Generator().manual_seed(seed)
     result = flux(prompt, height=size, width=size, num_inference_steps=steps, generator=noise)
@@ -110,9 +108,7 @@ def size_table(pipeline: Path, quantized: Path) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pipeline", type=Path, help="a folder with model_index.json")
     parser.add_argument("--quantized", type=Path, metavar="FOLDER", help="take quantized components from it")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("A.png", "B.png"), help="draw nothing new")

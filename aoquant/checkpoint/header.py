@@ -32,6 +32,8 @@ _DTYPES: Mapping[str, str] = {
 }  # fmt: skip
 _MAX_ELEMENTS = 2**60
 _MAX_DIMS = 64
+_MAX_DEPTH = 64  # dotted parts of a name that is looked for under another; honest ones have about ten
+_MAX_SIGNATURES = 16
 _METADATA = "__metadata__"
 _DOWNLOAD_AGAIN = "download or copy it again"
 
@@ -128,11 +130,14 @@ def join_torchao(raw: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -
     except ValueError as error:
         plain = {name: plain_entry(name, tensor) for name, tensor in raw.items()}
         return Joined(entries=plain, incomplete={}, problems=(f"torchao's metadata is broken: {error}",))
+    places = {name: _part_names(name, record) for name, record in described.items()}
+    renamed = _renamed(raw, described, places)
     owner: dict[str, str] = {}
     incomplete: dict[str, tuple[str, ...]] = {}
     joined: dict[str, Entry] = {}
-    for name, record in described.items():
-        stored = _part_names(name, record)
+    for described_name, record in described.items():
+        name = renamed.get(described_name, described_name)
+        stored = _part_names(name, record) if described_name in renamed else places[name]
         absent = tuple(part for part, raw_name in stored.items() if raw_name not in raw)
         if len(absent) == len(stored):
             continue  # in another shard, or left out as a tied name: transformers describes those too
@@ -292,6 +297,56 @@ def _part_names(name: str, record: Mapping[str, Any]) -> dict[str, str]:
         return {"": name}
     module, dot, last = name.rpartition(".")
     return {part: f"{module}{dot}_{last}_{part}" for part in record["_tensor_data_names"]}
+
+
+def _renamed(
+    raw: Mapping[str, StoredTensor],
+    described: Mapping[str, Mapping[str, Any]],
+    places: Mapping[str, Mapping[str, str]],
+) -> dict[str, str]:
+    """Described name → the name that it is stored under, for those that go by another.
+
+    transformers 5 describes a module's names and stores a checkpoint's (`text_model.` in front, say). Their ends tell
+    which belong together, the longest first; several of one end go by their order.
+    """
+    claimed = {key for stored in places.values() for key in stored.values()}
+    signatures: dict[str, tuple[str, tuple[str, ...]]] = {}  # described name → last part of the name, parts
+    for name, record in described.items():
+        if record["_type"] != PLAIN and not any(key in raw for key in places[name].values()):
+            signatures[name] = name.rpartition(".")[2], tuple(record["_tensor_data_names"])
+    kinds = set(signatures.values())
+    if not kinds or len(kinds) > _MAX_SIGNATURES:
+        return {}
+    stored: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for key in raw:
+        module, dot, last = key.rpartition(".")
+        if not dot or key in claimed:
+            continue
+        for tail, parts in kinds:
+            keys = (f"{module}._{tail}_{part}" for part in parts)
+            if last == f"_{tail}_{parts[0]}" and all(other in raw for other in keys):
+                stored[f"{module}.{tail}"] = tail, parts
+    return _paired_by_end(signatures, stored)
+
+
+def _paired_by_end(names: Mapping[str, object], others: Mapping[str, object]) -> dict[str, str]:
+    """Pair names of equal value by the longest run of dotted parts at their ends, two parts or more."""
+    left = {name: pieces for name in names if len(pieces := name.split(".")) <= _MAX_DEPTH}
+    right = {name: pieces for name in others if len(pieces := name.split(".")) <= _MAX_DEPTH}
+    found: dict[str, str] = {}
+    for length in range(max(map(len, left.values()), default=0), 1, -1):
+        ends: dict[tuple[object, ...], tuple[list[str], list[str]]] = {}
+        for side, values, which in ((left, names, 0), (right, others, 1)):
+            for name, pieces in side.items():
+                if len(pieces) >= length:
+                    ends.setdefault((values[name], *pieces[-length:]), ([], []))[which].append(name)
+        for ours, theirs in ends.values():
+            if len(ours) == len(theirs):
+                found.update(zip(ours, theirs, strict=True))
+        left = {name: pieces for name, pieces in left.items() if name not in found}
+        taken = set(found.values())
+        right = {name: pieces for name, pieces in right.items() if name not in taken}
+    return found
 
 
 def _joined_entry(name: str, record: Mapping[str, Any], parts: dict[str, StoredTensor]) -> Entry:

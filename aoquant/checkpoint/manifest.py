@@ -103,7 +103,7 @@ def snippet(components: Iterable[ComponentRecord], *, folder: str, format: str, 
         arguments = [f'"{folder}"']
         if record.name:
             arguments.append(f'subfolder="{record.name}"')
-        arguments.append(f"{'torch_dtype' if record.library == 'diffusers' else 'dtype'}=torch.{dtype}")
+        arguments.append(f"dtype=torch.{dtype}")
         if format == "bin" and record.library == "diffusers":
             arguments.append("use_safetensors=False")
         variable = record.name or "model"

@@ -13,10 +13,13 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MAX_STREAM_BYTES = 32_000_000
+MAX_STREAM_BYTES = 16_000_000
 """No stream is longer, so that its objects fit in memory. A quantized tensor takes about 500 bytes of it."""
 
 _MAX_INT_BYTES = 255
+# Python's own pickler closes its batches after 1000 items, so an honest stack holds a few thousand.
+_MAX_STACK = 1_000_000
+_MAX_MARKS = 10_000
 _WORD = struct.Struct("<I")
 
 
@@ -131,6 +134,8 @@ class _Machine:
                     stack.append(data[pos])
                     pos += 1
                 elif op == 0x28:  # MARK
+                    if len(marks) > _MAX_MARKS:
+                        raise _Malformed("opens marks without end")
                     marks.append(stack)
                     self.stack = stack = []
                 elif op == 0x71:  # BINPUT
@@ -148,6 +153,8 @@ class _Machine:
                 else:
                     self.pos = pos
                     handler = handlers.get(op)
+                    if len(stack) > _MAX_STACK:
+                        raise _Malformed("piles up values without end")
                     if handler is None:
                         raise _Malformed(f"has the unknown opcode 0x{op:02x}")
                     handler(self)

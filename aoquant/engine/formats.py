@@ -100,9 +100,12 @@ _FLAGS = 0x0808  # sizes and CRC follow the data; names are UTF-8
 _DOS_DATE = 0x21  # 1980-01-01, so that the same input gives the same bytes
 
 
-def bin_layout(file_name: str, state: State) -> FileLayout:
-    """Lay out a torch `.bin` of `state`: `data.pkl` first, then one record for each part, in order."""
-    pickled, slots = _pickle_state(state)
+def bin_layout(file_name: str, state: State, stored_names: Mapping[str, str]) -> FileLayout:
+    """Lay out a torch `.bin` of `state`: `data.pkl` first, then one record for each part, in order.
+
+    stored_names: module name → the name in the file.
+    """
+    pickled, slots = _pickle_state(state, stored_names)
     root = file_name.rpartition(".")[0]
     archive = _Archive(root)
     archive.add_fixed("data.pkl", pickled)
@@ -110,7 +113,7 @@ def bin_layout(file_name: str, state: State) -> FileLayout:
     for key, (slot, num_bytes) in enumerate(slots):
         archive.add_hole(f"data/{key}", slot, num_bytes)
     archive.add_fixed("version", b"3\n")
-    return FileLayout(name=file_name, pieces=archive.finish(), keys=tuple(state))
+    return FileLayout(name=file_name, pieces=archive.finish(), keys=tuple(stored_names[name] for name in state))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +125,14 @@ class _Storage:
     num_elements: int
 
 
-def _pickle_state(state: State) -> tuple[bytes, list[tuple[Slot, int]]]:
+def _pickle_state(state: State, stored_names: Mapping[str, str]) -> tuple[bytes, list[tuple[Slot, int]]]:
     """`data.pkl` for `state`, as torch.save would write it if the tensors were on the CPU, and the storages' slots."""
     stream = io.BytesIO()
     pickler = _StatePickler(stream)
     pickler.slots_of = {
         id(part): Slot(name, attribute) for name, tensor in state.items() for attribute, part in parts(tensor).items()
     }
-    pickler.dump(OrderedDict(state))
+    pickler.dump(OrderedDict((stored_names[name], tensor) for name, tensor in state.items()))
     return stream.getvalue(), pickler.storages
 
 

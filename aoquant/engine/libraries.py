@@ -29,7 +29,7 @@ class _Silence(logging.Filter):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back what torchao and friends print while they are imported and while they load; AOQUANT_DEBUG=1 lets it out.
+    """Hold back what torchao and friends print while they are imported and while they load (not with AOQUANT_DEBUG=1).
 
     Only the talk is stopped, and every logger, filter and bar is as it was afterwards.
     """

@@ -340,7 +340,7 @@ def _file_builder(
             file_name, {tensor.name: state[tensor.name] for tensor in group}, flattened
         )
     return lambda file_name, group: formats.bin_layout(
-        file_name, {tensor.stored: state[tensor.name] for tensor in group}
+        file_name, {tensor.name: state[tensor.name] for tensor in group}, stored_names
     )
 
 

@@ -183,7 +183,7 @@ def _float8(config: QuantConfig, dtype: torch.dtype) -> Kernel:
         values.div_(scale).clamp_(-largest, largest)
         # torchao makes NaN of a row of zeros (0 / 0), and a model with one then draws black. Zeros are what they are.
         if bool((scale == 0).any()):
-            values.masked_fill_(scale == 0, 0.0)
+            values.nan_to_num_(nan=0.0)
         return {"qdata": values.to(float8), "scale": scale}
 
     def peak_of(block: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from types import TracebackType
 from aoquant.engine.formats import FileLayout, Fixed, Hole, Slot
 
 _READ_BACK_BYTES = 1 << 20
+_FLUSH_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class FileWriter:
         self._next = 0  # the first piece that is not finished
         self._hashed = 0  # bytes from the front that are written and hashed
         self._position = 0  # of the file handle
+        self._flushed = 0  # bytes from the front that the disk has been told about
         self._advance()
 
     def __enter__(self) -> FileWriter:
@@ -104,6 +106,18 @@ class FileWriter:
         self._position = offset + len(data)
         while data:
             data = data[self._file.write(data) :]
+        if self._position - self._flushed >= _FLUSH_BYTES:
+            self._start_flush()
+
+    def _start_flush(self) -> None:
+        """Let the disk begin while the arithmetic goes on, so that the final fsync finds little left to do.
+
+        Linux starts writing dirty pages back when it is told that they will not be needed; it does not wait.
+        """
+        if hasattr(os, "posix_fadvise"):
+            count = self._position - self._flushed
+            os.posix_fadvise(self._file.fileno(), self._flushed, count, os.POSIX_FADV_DONTNEED)
+        self._flushed = self._position
 
     def _read_back(self, end: int) -> None:
         while self._hashed < end:

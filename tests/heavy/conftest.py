@@ -25,6 +25,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+import aoquant  # noqa: E402
+from aoquant.engine.run import Result  # noqa: E402
 from tests.heavy import stock, tiny  # noqa: E402
 
 torch.set_num_threads(1)  # two workers of pytest-xdist share two cores
@@ -70,9 +72,7 @@ def stock_model(tiny_folder: Callable[..., Path]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def stock_folder(
-    stock_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
+def stock_folder(stock_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`stock_folder(name, config_text, file_format)` → `stock_model` saved by `stock.save`, once a
     session."""
     folders: dict[tuple[str, str, str], Path] = {}
@@ -84,5 +84,40 @@ def stock_folder(
             model = stock_model(name, config_text)
             folders[key] = stock.save(model, folder, tiny.MODELS[name].library, file_format)
         return folders[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Flux transformer whose larger weights take several blocks of rows, the last of them a short one. Do not
+    write there."""
+    folder = tmp_path_factory.mktemp("wide")
+    model = diffusers.FluxTransformer2DModel(**tiny.MODELS["flux"].config | {
+        "attention_head_dim": 128, "num_attention_heads": 4, "axes_dims_rope": (32, 48, 48),
+        "joint_attention_dim": 272, "in_channels": 48,
+    })  # fmt: skip
+    tiny.fill(model)
+    model.to(torch.bfloat16).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def made(tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+    """`made(name, config_text, source={…options of tiny.save…}, **options of aoquant.quantize)` → the Result for
+    that tiny component, made once a session. Do not write into its folder."""
+    results: dict[str, Result] = {}
+
+    def get(name: str, config_text: str, *, source: dict[str, Any] | None = None, **options: Any) -> Result:
+        key = f"{name} {config_text} {sorted((source or {}).items())} {sorted(options.items())}"
+        if key not in results:
+            results[key] = aoquant.quantize(
+                tiny_folder(name, **source or {}),
+                {tiny.MODELS[name].component: config_text},
+                output=tmp_path_factory.mktemp(f"made-{name}", numbered=True) / "out",
+                variant=(source or {}).get("variant"),
+                **options,
+            )
+        return results[key]
 
     return get

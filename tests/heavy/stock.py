@@ -52,12 +52,12 @@ CPU_CONFIGS = tuple(text for text in CONFIGS if text != "int4wo")
 
 
 def _split(config_text: str) -> tuple[str, int | None]:
-    name, _, option = config_text.partition(":")
-    return name, int(option.removeprefix("group_size=")) if option else None
+    name, _, option = config_text.partition(":group_size=")
+    return name, int(option) if option else None
 
 
 def stock_config(config_text: str) -> AOBaseConfig:
-    """The torchao config object that `config_text` (`NAME` or `NAME:group_size=G`) stands for."""
+    """The torchao config object that `config_text` (`NAME`, `NAME:group_size=G`, `fp8wo:dtype=e5m2`) stands for."""
     name, size = _split(config_text)
     match name:
         case "int8wo":
@@ -66,6 +66,8 @@ def stock_config(config_text: str) -> AOBaseConfig:
             return Int8DynamicActivationInt8WeightConfig()
         case "fp8wo":
             return Float8WeightOnlyConfig()
+        case "fp8wo:dtype=e5m2":
+            return Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2)
         case "fp8dq":
             return Float8DynamicActivationFloat8WeightConfig(granularity=PerTensor())
         case "fp8dqrow":
@@ -110,9 +112,7 @@ def linear_shapes(folder: Path, library: Library, class_name: str) -> dict[str, 
     """Module name → (out_features, in_features) of every `nn.Linear`, in the model's order."""
     modules = empty_model(folder, library, class_name).named_modules()
     return {
-        name: (module.out_features, module.in_features)
-        for name, module in modules
-        if isinstance(module, nn.Linear)
+        name: (module.out_features, module.in_features) for name, module in modules if isinstance(module, nn.Linear)
     }
 
 
@@ -183,9 +183,7 @@ def load(
     return _from_pretrained(folder, library, class_name, dtype=dtype, **options)
 
 
-def _from_pretrained(
-    folder: Path, library: Library, class_name: str, *, dtype: torch.dtype, **options: Any
-) -> Any:
+def _from_pretrained(folder: Path, library: Library, class_name: str, *, dtype: torch.dtype, **options: Any) -> Any:
     if library == "diffusers":
         options["torch_dtype"] = dtype
         if any(folder.glob("*.bin")):
@@ -195,9 +193,7 @@ def _from_pretrained(
     return component_class(library, class_name).from_pretrained(str(folder), **options).eval()
 
 
-def save(
-    model: Any, folder: Path, library: Library, file_format: str, *, max_shard_bytes: int | None = None
-) -> Path:
+def save(model: Any, folder: Path, library: Library, file_format: str, *, max_shard_bytes: int | None = None) -> Path:
     """Save `model` in `folder` and return `folder`: by `save_pretrained`, or a transformers `.bin` by hand.
 
     transformers 5 writes no `.bin`; by hand means config.json beside `torch.save(model.state_dict())`, under
@@ -244,9 +240,7 @@ def int4_reference(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
 def int4_tensor(weight: torch.Tensor, group: int) -> Int4Tensor:
     """`int4_reference` as torchao's class, as its `from_hp` would return it were mslk there."""
     values = int4_reference(weight, group)
-    return Int4Tensor(
-        values["qdata"], values["scale"], values["zero_point"], block_size=[1, group], shape=weight.shape
-    )
+    return Int4Tensor(values["qdata"], values["scale"], values["zero_point"], block_size=[1, group], shape=weight.shape)
 
 
 def parts(tensor: torch.Tensor) -> dict[str, object]:
@@ -289,8 +283,7 @@ def assert_same_state(actual: Mapping[str, torch.Tensor], expected: Mapping[str,
     """Fail, naming the tensor, unless both have the same names, classes, bits and attributes."""
     assert actual, "no tensors"
     assert actual.keys() == expected.keys(), (
-        f"too many: {sorted(actual.keys() - expected.keys())}, "
-        f"missing: {sorted(expected.keys() - actual.keys())}"
+        f"too many: {sorted(actual.keys() - expected.keys())}, missing: {sorted(expected.keys() - actual.keys())}"
     )
     for name, tensor in actual.items():
         assert kind(tensor) == kind(expected[name]), f"{name}: {kind(tensor)} against {kind(expected[name])}"

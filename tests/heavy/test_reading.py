@@ -30,10 +30,12 @@ def quantized(config: str, *, out_features: int = 64, in_features: int = 256) ->
     torch.manual_seed(0)
     linear = nn.Linear(in_features, out_features, bias=False, dtype=torch.bfloat16)
     if config == "int4wo":
-        return stock.int4_tensor(linear.weight.detach(), 128)
+        int4: torch.Tensor = stock.int4_tensor(linear.weight.detach(), 128)
+        return int4
     with stock.without_hardware_check():
         quantize_(linear, stock.stock_config(config))
-    return linear.weight.detach()
+    weight: torch.Tensor = linear.weight.detach()
+    return weight
 
 
 def plain_tensors() -> dict[str, torch.Tensor]:

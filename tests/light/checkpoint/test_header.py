@@ -7,6 +7,8 @@ import struct
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aoquant.checkpoint.header import MAX_HEADER_BYTES, attribute_text, join_torchao, read_header
 from aoquant.errors import CheckpointError
@@ -202,3 +204,45 @@ def test_attribute_text_shows_objects_as_python_does() -> None:
     assert attribute_text({"_type": "torch.dtype", "_data": "int4"}) == "int4"
     assert attribute_text([1, 64]) == "[1, 64]"
     assert len(attribute_text([[[1] * 64] * 64] * 64)) < 2000
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**65) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+ENTRIES = st.fixed_dictionaries(
+    {}, optional={"dtype": st.sampled_from(["F32", "F4", "I8", "?"]) | JSON, "shape": JSON, "data_offsets": JSON}
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(header=st.dictionaries(st.text(max_size=8), ENTRIES | JSON, max_size=4), num_bytes=st.integers(0, 64))
+def test_random_headers_never_raise_anything_else(
+    header: dict[str, object], num_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("random") / "m.safetensors"
+    read_or_refuse(forge.write_header(path, json.dumps(header), num_bytes))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_flipped_bytes_and_cuts_never_raise_anything_else(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("flip") / "m.safetensors"
+    metadata = forge.torchao_metadata({"a.weight": forge.int8_record(4), "b": None})
+    tensors = {"a._weight_qdata": ("I8", (2, 4)), "a._weight_scale": ("F32", (2, 1)), "b": ("BF16", (3,))}
+    content = bytearray(forge.write_safetensors(path, tensors, metadata).read_bytes())
+    for _ in range(data.draw(st.integers(1, 6))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    read_or_refuse(path)
+
+
+def read_or_refuse(path: Path) -> None:
+    try:
+        header = read_header(path, allow_truncated=True)
+        join_torchao(header.entries, header.metadata)
+    except CheckpointError as error:
+        assert "\n" not in error.message

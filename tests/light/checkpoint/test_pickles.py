@@ -215,7 +215,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
         "pid",
         ("storage", Named("torch", changes.get("cls", "FloatStorage")), key, "cpu", changes.get("num", 2)),
     )
-    args = (
+    args: tuple[Any, ...] = (
         Stored(pid),
         changes.get("start", 0),
         changes.get("shape", (2,)),
@@ -227,7 +227,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 
 
 def wrapped(depth: int) -> Called:
-    value = tensor()["x"]
+    value: Called = tensor()["x"]
     for _ in range(depth):
         value = Called(Named(UTILS, "_rebuild_parameter"), (value, True, {}))
     return value

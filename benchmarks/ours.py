@@ -1,0 +1,29 @@
+"""Quantize one component with `aoquant quantize`, in this process, and report like benchmarks/stock.py."""
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.perf_counter()
+
+import json  # noqa: E402
+import resource  # noqa: E402
+import sys  # noqa: E402
+
+import diffusers  # noqa: E402
+from diffusers import FluxTransformer2DModel  # noqa: E402
+
+from aoquant.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    _ = diffusers, FluxTransformer2DModel  # imported first, so that `work_s` means the same here as for stock
+    started = time.perf_counter()
+    code = main(["quantize", *sys.argv[1:], "--quiet", "--json"])
+    ended = time.perf_counter()
+    report = {
+        "work_s": ended - started,
+        "process_s": ended - STARTED,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    sys.stderr.write(json.dumps(report) + "\n")
+    sys.exit(code)

@@ -1,0 +1,422 @@
+"""The commands as far as they go without torch: wrong input, what each argument means, what light ones print."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aoquant
+from aoquant import api
+from aoquant.cli import main
+from aoquant.configs import CONFIGS
+from aoquant.errors import AoquantError
+from aoquant.request import Request
+from tests.light import bad_input, forge
+from tests.light.bad_input import bad, having, run, write
+from tests.light.forge import TorchFile
+from tests.light.test_inspection import INT8WO, component, pipeline, safe_component
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "torchao", "numpy", "safetensors", "diffusers", "transformers", "accelerate")
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+Q = "--transformer int8wo"
+QUANTIZE_PIPE = f"quantize pipe {Q}"
+
+
+def pipe(work: Path) -> None:
+    pipeline(work / "pipe")
+
+
+def one(work: Path) -> None:
+    component(work / "one")
+
+
+def model_index(content: Any) -> bad_input.Make:
+    return having({"pipe/model_index.json": content})
+
+
+def empty_folder(name: str) -> bad_input.Make:
+    return lambda work: (work / name).mkdir()
+
+
+def dangling(work: Path) -> None:
+    pipe(work)
+    (work / "out").symlink_to(work / "gone")
+
+
+def beside_pipe(content: dict[str, Any]) -> bad_input.Make:
+    """The pipeline, and these files in the working directory."""
+
+    def make(work: Path) -> None:
+        pipe(work)
+        write(work, content)
+
+    return make
+
+
+def truncated_bin(work: Path) -> None:
+    path = TorchFile(state={}).write(work / "x.bin")
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+ROWS = [
+    # The words of the command line.
+    bad("no command", "", 2, "command", "aoquant --help"),
+    bad("unknown command", "quantise pipe", 2, "quantise"),
+    bad("unknown option", f"{QUANTIZE_PIPE} --frob", 2, "--frob"),
+    bad("unknown option of configs", "configs --frob", 2, "--frob"),
+    bad("option without its value", "quantize pipe --transformer", 2, "--transformer"),
+    bad("value for a flag", f"{QUANTIZE_PIPE} --full=yes", 2, "--full"),
+    bad("no model", "quantize", 2, "model"),
+    bad("two models", f"quantize pipe pipe {Q}", 2, "pipe"),
+    bad("two paths to inspect", "inspect a b", 2, "b"),
+    # Configs.
+    bad("unknown config", "quantize pipe --transformer int9wo", 2, "'int9wo'", "did you mean int8wo"),
+    bad("misspelt alias", "quantize pipe --transformer float8_weight_onli", 2, "did you mean fp8wo"),
+    bad("config like nothing", "quantize pipe --transformer q8_0", 2, "'q8_0'", "aoquant configs"),
+    bad("empty config", ["quantize", "pipe", "--transformer", ""], 2, "''", "aoquant configs"),
+    bad("unknown config option", "quantize pipe --transformer int4wo:groupsize=64", 2, "'groupsize'", "group_size"),
+    bad("config that takes no option", "plan pipe --unet fp8dq:group_size=64", 2, "fp8dq takes no options"),
+    bad("value that an option lacks", "quantize pipe --transformer int4wo:group_size=48", 2, "group_size=48", "64"),
+    bad("option without =", "quantize pipe --transformer int4wo:group_size", 2, "'group_size'", "key=value"),
+    bad("option given twice", "plan pipe --vae int4wo:group_size=64,group_size=32", 2, "'group_size'", "twice"),
+    bad("uintx without bits", "quantize pipe --transformer uintx", 2, "uint1wo to uint7wo"),
+    # Components.
+    bad("no component", "quantize pipe", 2, "no component", "--transformer int8wo"),
+    bad("component without a config", "quantize pipe --component prior", 2, "prior", "NAME=CONFIG"),
+    bad("component without a name", "quantize pipe --component =int8wo", 2, "=int8wo", "NAME=CONFIG"),
+    bad("component with an empty config", "quantize pipe --component prior=", 2, "prior=", "NAME=CONFIG"),
+    bad("component twice", f"{QUANTIZE_PIPE} --component transformer=fp8wo", 2, "transformer", "twice"),
+    bad("component twice in two spellings", "plan pipe --component a-b=fp8wo --component a_b=fp8wo", 2, "a_b", "twice"),
+    bad("component that it lacks", "quantize pipe --unet int8wo", 2, "'unet'", "transformer, text_encoder", make=pipe),
+    bad(
+        "component misspelt", "plan pipe --component transfomer=int8wo", 2, "'transfomer'", "did you mean transformer",
+        make=pipe,
+    ),
+    bad("component without weights", "plan pipe --component tokenizer=int8wo", 2, "'tokenizer'", "weights", make=pipe),
+    bad("two configs for one component", "quantize one --unet int8wo --vae int8wo", 2, "unet, vae", make=one),
+    # Other values.
+    bad("no size", f"{QUANTIZE_PIPE} --max-shard-size big", 2, "'big'", "10GB"),
+    bad("size of nothing", f"{QUANTIZE_PIPE} --max-shard-size 0", 2, "0", "10GB"),
+    bad("negative size", [*QUANTIZE_PIPE.split(), "--max-shard-size=-1GB"], 2, "'-1GB'", "10GB"),
+    bad("size beyond numbers", f"{QUANTIZE_PIPE} --max-shard-size {'9' * 400}", 2, "is not a size"),
+    bad("unknown format", f"{QUANTIZE_PIPE} --format gguf", 2, "'gguf'", "bin or safetensors"),
+    bad("unknown dtype", f"{QUANTIZE_PIPE} --dtype bf16", 2, "'bf16'", "bfloat16"),
+    bad("unknown device", f"{QUANTIZE_PIPE} --device gpu", 2, "'gpu'", "cuda"),
+    bad("device without a number", f"{QUANTIZE_PIPE} --device cuda:", 2, "'cuda:'", "cuda:N"),
+    # The model.
+    bad("empty model", ["quantize", "", "--transformer", "int8wo"], 2, "no name"),
+    bad("no such folder", f"quantize ./nowhere {Q}", 3, "./nowhere", "no such folder"),
+    bad("no such absolute folder", f"quantize /no/such/folder {Q}", 3, "no such folder"),
+    bad("path of several folders", f"quantize a/b/c {Q}", 3, "'a/b/c'", "no such folder"),
+    bad("home of nobody", f"quantize ~nobody-like-that/model {Q}", 3, "no such folder"),
+    bad("folder of another system", f"quantize C:\\models\\flux {Q}", 3, "no such folder"),
+    bad("name with a slash at its end", f"quantize acme/ {Q}", 3, "'acme/'"),
+    bad("bare name", f"quantize FLUX.1-dev {Q}", 3, "'FLUX.1-dev'", "org/FLUX.1-dev"),
+    bad("address", f"quantize https://huggingface.co/acme/x {Q}", 3, "address", "org/name"),
+    bad("no repository's name", ["quantize", "acme/na me", "--transformer", "int8wo"], 3, "'acme/na me'", "org/name"),
+    bad("no revision after @", f"quantize acme/x@ {Q}", 3, "@main"),
+    bad("two revisions", f"quantize acme/x@v1 {Q} --revision v2", 2, "'v1'", "'v2'"),
+    bad("revision of a folder", f"{QUANTIZE_PIPE} --revision main", 2, "local folder", make=pipe),
+    bad("file as model", f"quantize model.safetensors {Q}", 3, "is a file", make=having({"model.safetensors": b"x"})),
+    bad("folder without a model", f"quantize empty {Q}", 4, "model_index.json", make=empty_folder("empty")),
+    bad("offline and not cached", f"quantize acme/x {Q} --offline", 3, "offline", "acme/x"),
+    # model_index.json.
+    bad("model_index.json cut off", QUANTIZE_PIPE, 4, "model_index.json", "JSON", make=model_index('{"x": [')),
+    bad("model_index.json a list", QUANTIZE_PIPE, 4, "model_index.json", "array", make=model_index([1])),
+    bad("model_index.json empty", QUANTIZE_PIPE, 4, "model_index.json", "empty", make=model_index(b"")),
+    bad("model_index.json too deep", QUANTIZE_PIPE, 4, "too deep", make=model_index("[" * 200_000)),
+    bad("model_index.json in latin-1", QUANTIZE_PIPE, 4, "JSON", make=model_index(b'{"\xe9": 1}')),
+    bad("model_index.json an LFS pointer", QUANTIZE_PIPE, 4, "git lfs pull", make=model_index(LFS)),
+    bad("model_index.json a web page", QUANTIZE_PIPE, 4, "web page", make=model_index(b"<!DOCTYPE html><html>")),
+    bad(
+        "component outside the pipeline", "quantize pipe --component ../x=int8wo", 4, "'../x'",
+        make=model_index({"../x": ["diffusers", "UNet2DModel"]}),
+    ),
+    # The output.
+    bad("output exists", f"{QUANTIZE_PIPE} -o out", 2, "out exists", "--overwrite", make=beside_pipe({"out/x": ""})),
+    bad(
+        "default output exists", QUANTIZE_PIPE, 2, "pipe-int8wo exists",
+        make=beside_pipe({"pipe-int8wo/x": ""}),
+    ),
+    bad("output is a file", f"{QUANTIZE_PIPE} -o out", 2, "out exists", make=beside_pipe({"out": ""})),
+    bad("output is a file to overwrite", f"{QUANTIZE_PIPE} -o out --overwrite", 2, "not a folder",
+        make=beside_pipe({"out": ""})),
+    bad("output under a file", f"{QUANTIZE_PIPE} -o file/out", 2, "file/out", "directory",
+        make=beside_pipe({"file": ""})),
+    bad("output far under a file", f"{QUANTIZE_PIPE} -o file/a/out", 2, "file/a/out", make=beside_pipe({"file": ""})),
+    bad("output with too long a name", f"{QUANTIZE_PIPE} -o {'x' * 300}", 2, "too long", make=pipe),
+    bad("output where no folders are", f"{QUANTIZE_PIPE} -o /proc/out", 2, "/proc/out", make=pipe),
+    bad("output a dangling link", f"{QUANTIZE_PIPE} -o out", 2, "out exists", make=dangling),
+    bad("output a dangling link to overwrite", f"{QUANTIZE_PIPE} -o out --overwrite", 2, "not a folder", make=dangling),
+    bad("output with a null byte", [*QUANTIZE_PIPE.split(), "-o", "a\0b"], 2, "null", make=pipe),
+    bad("empty output", [*QUANTIZE_PIPE.split(), "--output="], 2, "exists", make=pipe),
+    bad("output of someone else", f"{QUANTIZE_PIPE} -o out --overwrite", 2, "was not written by aoquant",
+        make=beside_pipe({"out/notes": "mine"})),
+    bad("output is the source", f"{QUANTIZE_PIPE} -o pipe", 2, "pipe exists", make=pipe),
+    bad("output is the source to overwrite", f"{QUANTIZE_PIPE} -o pipe --overwrite", 2, "not written by aoquant",
+        make=pipe),
+    bad("output is a mount point", f"{QUANTIZE_PIPE} -o /proc --overwrite", 2, "mount point", make=pipe),
+    # inspect.
+    bad("inspect nothing", "inspect gone", 4, "gone", "does not exist"),
+    bad("inspect an empty name", ["inspect", ""], 4, "checkpoint"),
+    bad("inspect too long a name", f"inspect {'x' * 5000}", 4, "x"),
+    bad("inspect a null byte", ["inspect", "a\0b"], 4, "path"),
+    bad("inspect a text file", "inspect notes.txt", 4, "notes.txt", make=having({"notes.txt": "hello"})),
+    bad("inspect a folder without models", "inspect empty", 4, "empty", make=empty_folder("empty")),
+    bad("inspect a web page", "inspect x.safetensors", 4, "web page", make=having({"x.safetensors": "<html>"})),
+    bad("inspect an LFS pointer", "inspect x.safetensors", 4, "git lfs pull", make=having({"x.safetensors": LFS})),
+    bad("inspect an empty file", "inspect x.bin", 4, "x.bin", "empty", make=having({"x.bin": b""})),
+    bad("inspect a truncated zip", "inspect x.bin", 4, "x.bin", "truncated", make=truncated_bin),
+    bad(
+        "inspect a header beyond bounds", "inspect x.safetensors", 4, "header",
+        make=having({"x.safetensors": (2**40).to_bytes(8, "little") + b"{" + b" " * 100}),
+    ),
+]  # fmt: skip
+
+
+@bad_input.table(ROWS)
+def test_wrong_input(
+    row: bad_input.Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad_input.check(row, tmp_path, monkeypatch, capsys)
+
+
+# --- argv → request ---------------------------------------------------------------------------------------------------
+
+PLAIN = {
+    "model": "m", "output": Path("m-int8wo"), "format": "bin", "max_shard_bytes": 10_000_000_000, "device": "auto",
+    "dtype": "bfloat16", "skip": (), "full": False, "revision": None, "variant": None, "offline": False,
+    "overwrite": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "changed"),
+    [
+        ("m --transformer int8wo", {}),
+        ("acme/m --transformer int8wo", {"model": "acme/m"}),
+        ("acme/m@v2 --transformer int8wo", {"model": "acme/m@v2"}),
+        ("m --transformer int8_weight_only", {}),
+        ("m --transformer int8wo -o out/x", {"output": Path("out/x")}),
+        ("m --transformer int8wo --output out/x", {"output": Path("out/x")}),
+        ("m --transformer int8wo --output=~/x", {"output": Path.home() / "x"}),
+        ("m --transformer int8wo --format safetensors", {"format": "safetensors"}),
+        ("m --transformer int8wo --max-shard-size 512MiB", {"max_shard_bytes": 512 * 2**20}),
+        ("m --transformer int8wo --max-shard-size 1.5GB", {"max_shard_bytes": 1_500_000_000}),
+        ("m --transformer int8wo --device cuda:1", {"device": "cuda:1"}),
+        ("m --transformer int8wo --dtype float16", {"dtype": "float16"}),
+        ("m --transformer int8wo --dtype float32", {"dtype": "float32"}),
+        ("m --transformer int8wo --skip proj_out --skip *.norm", {"skip": ("proj_out", "*.norm")}),
+        ("m --transformer int8wo --full --offline --overwrite", {"full": True, "offline": True, "overwrite": True}),
+        ("m --transformer int8wo --revision v1 --variant fp16", {"revision": "v1", "variant": "fp16"}),
+    ],
+)
+@pytest.mark.parametrize("command", ["quantize", "plan"])
+def test_arguments_become_a_request(command: str, argv: str, changed: dict[str, Any], caught: list[Request]) -> None:
+    request = request_of(command, argv, caught)
+    assert {name: str(config) for name, config in request.configs.items()} == {"transformer": "int8wo"}
+    assert {name: getattr(request, name) for name in PLAIN} == {**PLAIN, **changed}
+
+
+@pytest.mark.parametrize(
+    ("argv", "configs", "output"),
+    [
+        *((f"--{name} fp8wo", {name.replace("-", "_"): "fp8wo"}, "m-fp8wo") for name in (
+            "transformer", "transformer-2", "unet", "text-encoder", "text-encoder-2", "text-encoder-3", "image-encoder",
+            "controlnet", "vae",
+        )),
+        ("--component prior=int8dq", {"prior": "int8dq"}, "m-int8dq"),
+        ("--component text-encoder-4=int8dq", {"text_encoder_4": "int8dq"}, "m-int8dq"),
+        ("--component a=fp8dq --component b=fp8dq", {"a": "fp8dq", "b": "fp8dq"}, "m-fp8dq"),
+        ("--vae fp8wo --unet int8wo --component a=int8wo", {"unet": "int8wo", "vae": "fp8wo", "a": "int8wo"},
+         "m-int8wo-fp8wo"),
+        ("--unet int4wo:group_size=64", {"unet": "int4wo:group_size=64"}, "m-int4wo-group_size64"),
+        ("--component a=int4wo:group_size=64", {"a": "int4wo:group_size=64"}, "m-int4wo-group_size64"),
+        ("--unet float8wo_e5m2", {"unet": "fp8wo:dtype=e5m2"}, "m-fp8wo-dtypee5m2"),
+    ],
+)  # fmt: skip
+def test_components_of_a_request(argv: str, configs: dict[str, str], output: str, caught: list[Request]) -> None:
+    request = request_of("quantize", f"m {argv}", caught)
+    assert {name: str(config) for name, config in request.configs.items()} == configs
+    assert request.output == Path(output)
+
+
+class SeenError(AoquantError):
+    """Ends a command where its request would be carried out."""
+
+
+@pytest.fixture
+def caught(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    requests: list[Request] = []
+
+    def catch(request: Request, **_: object) -> None:
+        requests.append(request)
+        raise SeenError("seen")
+
+    monkeypatch.setattr(api, "run", catch)
+    monkeypatch.setattr(api, "prepare", catch)
+    return requests
+
+
+def request_of(command: str, argv: str, caught: list[Request]) -> Request:
+    handlers = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGHUP)}
+    assert main([command, *argv.split()]) == SeenError.exit_code
+    for name, handler in handlers.items():
+        signal.signal(name, handler)
+    (request,) = caught
+    return request
+
+
+# --- what light commands print ----------------------------------------------------------------------------------------
+
+
+def test_configs_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(["configs", "--json"], capsys)
+    document = json.loads(out)
+    assert (code, err, document["schema"]) == (0, "", "aoquant.configs/1")
+    assert [row["name"] for row in document["configs"]] == list(CONFIGS)
+
+
+def test_configs_as_a_table_names_every_config(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(["configs"], capsys)
+    assert (code, err) == (0, "")
+    assert [name for name in CONFIGS if name not in out] == []
+
+
+@pytest.mark.parametrize("layers", [[], ["--layers"]], ids=["", "layers"])
+def test_inspect_as_json(layers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = safe_component(tmp_path / "m", quantization_config=INT8WO)
+    code, out, err = run(["inspect", str(folder), "--json", *layers], capsys)
+    document = json.loads(out)
+    assert (code, err, document["schema"]) == (0, "", "aoquant.inspect/1")
+    assert ("layers" in document["components"][0]) is bool(layers)
+
+
+def test_inspect_of_a_damaged_checkpoint_prints_the_report_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = component(tmp_path / "m", quantization_config=INT8WO)
+    (folder / "config.json").write_text("{")
+    code, out, err = run(["inspect", str(folder), "--json"], capsys)
+    assert (code, json.loads(out)["is_sound"]) == (4, False)
+    assert [line.partition(":")[0] for line in err.splitlines()] == ["error", "hint"]
+
+
+def test_inspect_shows_text_from_files_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No markup, no colour and no control characters come from a file's own words."""
+    folder = component(tmp_path / "m", {"_class_name": "[red]Flux[/red]\x1b[31m", "_diffusers_version": "0.42.1"})
+    file = TorchFile()
+    file.state = {"[bold]a[/].weight": file.int8(4, 8)}
+    file.write(folder / "diffusion_pytorch_model.bin")
+    code, out, _ = run(["inspect", str(folder), "--layers"], capsys)
+    assert (code, "\x1b" in out) == (0, False)
+    assert "[red]Flux[/red]" in out and "[bold]a[/].weight" in out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["quantize", "--help"], ["inspect", "-h"]], ids=" ".join)
+def test_help_goes_to_stdout(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(argv, capsys)
+    assert (code, err) == (0, "")
+    assert out.lstrip().startswith("Usage: aoquant")
+
+
+def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"], capsys) == (0, f"{aoquant.__version__}\n", "")
+
+
+# --- in processes of their own ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_heavy(tmp_path: Path) -> dict[str, str]:
+    """An environment in which nothing heavy can be imported."""
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    for name in HEAVY:
+        (blocked / f"{name}.py").write_text(f"raise ImportError('{name} was imported')\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(blocked), str(ROOT)])}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--help", "--version", "quantize --help", "configs", "configs --json", "inspect m", "inspect m --json",
+        "inspect m --layers", "quantize m --transformer int9wo", "quantize ./gone --transformer int8wo",
+    ],
+)  # fmt: skip
+def test_light_commands_need_nothing_heavy_and_no_time(
+    argv: str, nothing_heavy: dict[str, str], tmp_path: Path
+) -> None:
+    safe_component(tmp_path / "m", quantization_config=INT8WO)
+    command = [sys.executable, "-m", "aoquant", *argv.split()]
+    best_s = float("inf")
+    for _ in range(3):
+        wall_s, cpu_s = time.perf_counter(), children_s()
+        done = subprocess.run(command, cwd=tmp_path, env=nothing_heavy, capture_output=True, text=True, timeout=60)
+        wall_s, cpu_s = time.perf_counter() - wall_s, children_s() - cpu_s
+        best_s = min(best_s, wall_s, max(cpu_s, 0.01))  # on busy cores the wall clock measures the neighbours
+        assert "was imported" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == (2 if "int9wo" in argv else 3 if "gone" in argv else 0), done.stderr
+        assert bool(done.stdout) is (done.returncode == 0)
+    assert best_s < 0.5
+
+
+def children_s() -> float:
+    """Processor seconds of the child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_a_heavy_command_says_so_when_torch_is_missing(nothing_heavy: dict[str, str], tmp_path: Path) -> None:
+    """The blocked imports do block: a command that goes on to torch fails here."""
+    safe_component(tmp_path / "m")
+    command = [sys.executable, "-m", "aoquant", "load", "m"]
+    done = subprocess.run(command, cwd=tmp_path, env=nothing_heavy, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "torch was imported" in done.stderr
+
+
+def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    safe_component(folder)
+    tensors = {f"blocks.{number}.weight": ("BF16", (8, 8)) for number in range(20_000)}
+    forge.write_safetensors(folder / "diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
+    for option in ("", " --json"):
+        line = f"'{sys.executable}' -m aoquant inspect m --layers{option} | head -n 1; echo ${{PIPESTATUS[0]}}"
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+            text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stderr == ""
+        assert done.stdout.splitlines()[1:] == ["0"]
+
+
+@pytest.mark.parametrize("argv", [["configs"], ["inspect", "m", "--layers"], ["inspect", "m", "--json"]], ids=" ".join)
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_narrow_encoding_of_stdout_is_no_error(argv: list[str], encoding: str, tmp_path: Path) -> None:
+    component(tmp_path / "m", {"_class_name": "Flux—图", "_diffusers_version": "0.42.1"})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "aoquant", *argv]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    if "--json" in argv:
+        assert json.loads(done.stdout.decode(encoding))["schema"] == "aoquant.inspect/1"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not let such a name be")
+def test_a_path_that_is_not_utf8_is_no_error(tmp_path: Path) -> None:
+    component(tmp_path / os.fsdecode(b"m\xff"))
+    for option in ([], ["--json"]):
+        command = [sys.executable, "-m", "aoquant", "inspect", os.fsdecode(b"m\xff"), *option]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, b"")
