@@ -57,7 +57,7 @@ def _check_replaceable(output: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{output} exists", hint="choose another --output, or replace it with --overwrite")
     if output.is_symlink() or not output.is_dir():
         raise UsageError(f"{output} is not a folder", hint="choose another --output")
-    if output.is_mount():
+    if _place(output).is_mount():
         raise UsageError(f"{output} is a mount point, which cannot be replaced", hint="choose a folder inside it")
     if not (output / MANIFEST).is_file() and any(output.iterdir()):
         raise UsageError(

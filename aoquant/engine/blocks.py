@@ -1,20 +1,21 @@
-"""The work itself, block by block: read, cast, quantize on worker threads; results come back in order.
+"""The work itself, block by block: read, cast, quantize and put in place on worker threads; checksums follow in order.
 
-Each block is read, worked and left in the core's cache before the next one starts, and no more than a few are in
-flight, so memory does not depend on the size of the tensor, let alone of the model.
+A job is a run of rows that one worker takes a block at a time, so that each block is read and worked while it is in the
+core's cache. A few jobs are in flight, so memory does not depend on the size of the tensor, let alone of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,14 +23,17 @@ from aoquant.engine.formats import Slot
 from aoquant.engine.plan import ComponentPlan, TensorPlan
 from aoquant.engine.quantize import Kernel, Parts, Scratch
 from aoquant.engine.reader import Reader
+from aoquant.engine.writer import FileWriter
 from aoquant.errors import CheckpointError
 
 _T = TypeVar("_T")
 
-# Values in one block. 2^18 and their float32 copy fit an L2 of 2 MiB: a [12288, 3072] weight to int8 takes one core
-# 47 ms, at 2^19 58 ms, at 2^15 78 ms (torch 2.13). An accelerator wants more work at a time.
-CPU_BLOCK = 1 << 18
+# Values in one block. Alone, a core is fastest at 2^18, whose float32 copy fits its L2 (a [12288, 3072] weight to int8:
+# 47 ms, against 58 ms at 2^20); but every operation hands Python's lock on, and two workers beside a hashing thread made
+# a 5.1 GB component in 5.5 s at 2^20 and 2^21, 6.1 s at 2^19, 6.9 s at 2^18 (medians of three, torch 2.13, 2 cores).
+CPU_BLOCK = 1 << 20
 DEVICE_BLOCK = 1 << 24
+JOB_BLOCKS = 2  # of a CPU's blocks: what it costs to hand a job out is then lost in the job's own work
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +52,7 @@ class Workers:
         self._num_threads = _num_workers()
         self._torch_threads = torch.get_num_threads()
         self._local = threading.local()
+        self._buffers: deque[torch.Tensor] = deque()
         # One torch thread for each worker: blocks run side by side, not the inside of one.
         self._pool = ThreadPoolExecutor(self._num_threads, "aoquant", initializer=lambda: torch.set_num_threads(1))
 
@@ -60,7 +65,27 @@ class Workers:
 
     @property
     def block_size(self) -> int:
+        """Values in one block."""
         return CPU_BLOCK if self.device.type == "cpu" else DEVICE_BLOCK
+
+    @property
+    def job_size(self) -> int:
+        """Values in one job."""
+        return max(self.block_size, CPU_BLOCK * JOB_BLOCKS)
+
+    def borrow(self, num_bytes: int) -> torch.Tensor:
+        """A buffer [num_bytes] uint8 on the CPU for a job's result; `give_back` it when it is used up.
+
+        Fresh memory for each result would cost more in page faults than the arithmetic takes.
+        """
+        with contextlib.suppress(IndexError):
+            buffer = self._buffers.pop()
+            if buffer.numel() >= num_bytes:
+                return buffer
+        return torch.empty(max(num_bytes, 2 * self.job_size), dtype=torch.uint8)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._buffers.append(buffer)
 
     @property
     def scratch(self) -> Scratch:
@@ -83,6 +108,7 @@ class Workers:
         finally:
             for future in running:
                 future.cancel()
+            wait(running)  # a job still at work writes into a file that is about to be closed
 
     def submit(self, job: Callable[[], _T]) -> Future[_T]:
         return self._pool.submit(job)
@@ -95,86 +121,139 @@ def _num_workers() -> int:
 
 
 def working_bytes(plan: ComponentPlan) -> int:
-    """A bound on the tensor data in memory at one time: buffers of the blocks in flight, or the whole component."""
+    """A bound on the tensor data in memory at one time: buffers of the jobs in flight, or the whole component."""
     if plan.component.whole_reason:
         return plan.source_bytes + plan.unquantized_bytes
-    widest = max((tensor.shape[-1] for tensor in plan.tensors if tensor.fate == "quantize"), default=0)
-    per_block = max(CPU_BLOCK, widest) * 16  # stored, cast, float32 scratch, and the parts of two results
-    small_parts = max((tensor.num_bytes for tensor in plan.tensors if tensor.fate == "quantize"), default=0) // 2
-    return 3 * _num_workers() * per_block + small_parts
+    made = [tensor for tensor in plan.tensors if tensor.fate == "quantize"]
+    widest = max((tensor.shape[-1] for tensor in made), default=0)
+    workers = _num_workers()
+    per_worker = max(CPU_BLOCK, widest) * 12  # a block as stored, cast, and as float32
+    results = (2 * workers + 2) * max(2 * CPU_BLOCK * JOB_BLOCKS, 2 * widest)
+    scales = max((tensor.num_bytes - math.prod(tensor.shape) // 2 for tensor in made), default=0)
+    return workers * per_worker + results + 2 * scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """What one job brings back: the parts of one block, and whether the tensor is complete with it."""
+    """What one job brings back.
+
+    data: the run of the streamed part, already in its place, in `buffer`. small: the other parts' rows.
+    """
 
     tensor: TensorPlan
-    parts: Parts
+    slot: Slot
+    data: memoryview
+    buffer: torch.Tensor
+    small: Parts
     is_last: bool
 
 
-def tensor_data(
-    tensors: Sequence[TensorPlan], kernel: Kernel, reader: Reader, workers: Workers
-) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """The data of `tensors`, in order: (where it belongs, the next run of its values, on the CPU).
+def write_tensors(
+    tensors: Sequence[TensorPlan],
+    kernel: Kernel,
+    reader: Reader,
+    workers: Workers,
+    writer: FileWriter,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Make `tensors` and write them, in order. Work on one begins while the one before it is still being finished.
 
-    Work on one tensor begins while the one before it is still being written.
+    on_bytes is told how many bytes have been finished. Raises CheckpointError for weights that are not finite.
     """
-    jobs = (job for tensor in tensors for job in _jobs(tensor, kernel, reader, workers))
+    jobs = (job for tensor in tensors for job in _jobs(tensor, kernel, reader, workers, writer))
     small: dict[str, list[torch.Tensor]] = {}
     for made in workers.in_order(jobs):
-        for part, values in made.parts.items():
-            if part in ("", kernel.streamed):
-                yield Slot(made.tensor.name, part), values
-            else:
-                small.setdefault(part, []).append(values)
+        writer.seal(made.slot, made.data)
+        on_bytes(len(made.data))
+        workers.give_back(made.buffer)
+        for part, values in made.small.items():
+            small.setdefault(part, []).append(values)
         if made.is_last:
             for part, pieces in small.items():
-                yield Slot(made.tensor.name, part), kernel.assemble(pieces)
+                data = _as_bytes(_checked(made.tensor, part, kernel.assemble(pieces)))
+                slot = Slot(made.tensor.name, part)
+                writer.place(slot, 0, data)
+                writer.seal(slot, data)
+                on_bytes(len(data))
             small = {}
 
 
-def _jobs(tensor: TensorPlan, kernel: Kernel, reader: Reader, workers: Workers) -> Iterator[Callable[[], _Made]]:
+def _jobs(
+    tensor: TensorPlan, kernel: Kernel, reader: Reader, workers: Workers, writer: FileWriter
+) -> Iterator[Callable[[], _Made]]:
     if tensor.fate == "quantize":
-        return _quantizing_jobs(tensor, kernel, reader, workers)
-    return _copying_jobs(tensor, reader)
+        return _quantizing_jobs(tensor, kernel, reader, workers, writer)
+    return _copying_jobs(tensor, reader, workers, writer)
 
 
-def _copying_jobs(tensor: TensorPlan, reader: Reader) -> Iterator[Callable[[], _Made]]:
-    total = torch.Size(tensor.shape).numel()
+def _copying_jobs(
+    tensor: TensorPlan, reader: Reader, workers: Workers, writer: FileWriter
+) -> Iterator[Callable[[], _Made]]:
+    total = math.prod(tensor.shape)
+    slot = Slot(tensor.name, "")
 
     def copy(start: int, count: int) -> _Made:
-        values = reader.read(tensor.stored, start, count).to(tensor.dtype, copy=True)
-        return _Made(tensor=tensor, parts={"": values}, is_last=start + count == total)
+        buffer = workers.borrow(count * tensor.dtype.itemsize)
+        out = buffer[: count * tensor.dtype.itemsize].view(tensor.dtype)
+        for first, size in _runs(count, CPU_BLOCK):
+            out[first : first + size].copy_(reader.read(tensor.stored, start + first, size))
+        data = _as_bytes(out)
+        writer.place(slot, start * tensor.dtype.itemsize, data)
+        return _Made(tensor=tensor, slot=slot, data=data, buffer=buffer, small={}, is_last=start + count == total)
 
-    for start, count in _runs(total, CPU_BLOCK):
+    for start, count in _runs(total, CPU_BLOCK * JOB_BLOCKS):
         yield functools.partial(copy, start, count)
 
 
 def _quantizing_jobs(
-    tensor: TensorPlan, kernel: Kernel, reader: Reader, workers: Workers
+    tensor: TensorPlan, kernel: Kernel, reader: Reader, workers: Workers, writer: FileWriter
 ) -> Iterator[Callable[[], _Made]]:
     num_rows, in_features = tensor.shape
-    runs = list(_runs(num_rows, max(1, workers.block_size // in_features)))
+    runs = list(_runs(num_rows, max(1, workers.job_size // in_features)))
+    slot = Slot(tensor.name, kernel.streamed)
+    dtype, columns = kernel.streamed_rows(in_features)
+    row_bytes = dtype.itemsize * columns
 
-    def block(start: int, rows: int) -> torch.Tensor:
-        values = reader.read(tensor.stored, start * in_features, rows * in_features)
-        return values.to(tensor.dtype).view(rows, in_features)
+    def blocks(start: int, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+        for first, size in _runs(rows, max(1, workers.block_size // in_features)):
+            values = reader.read(tensor.stored, (start + first) * in_features, size * in_features)
+            yield first, values.to(tensor.dtype).view(size, in_features)
 
     peak: torch.Tensor | None = None
     if kernel.peak is not None:
-        find_peak = kernel.peak
-        peaks = [workers.submit(lambda run=run: find_peak(block(*run))) for run in runs]  # type: ignore[misc]
-        peak = torch.stack([future.result() for future in peaks]).amax(dim=0)
+        peak = _peak(kernel.peak, [functools.partial(blocks, *run) for run in runs], workers)
 
     def quantize(start: int, rows: int) -> _Made:
-        parts = _on_device(tensor, block(start, rows), kernel, workers, peak)
-        if peak is not None and start:
-            parts = {kernel.streamed: parts[kernel.streamed]}  # the one scale comes with the first block
-        return _Made(tensor=tensor, parts=parts, is_last=start + rows == num_rows)
+        buffer = workers.borrow(rows * row_bytes)
+        out = buffer[: rows * row_bytes].view(dtype).view(rows, columns)
+        pieces: dict[str, list[torch.Tensor]] = {}
+        for first, block in blocks(start, rows):
+            small = _on_device(tensor, block, out[first : first + len(block)], kernel, workers, peak)
+            for part, values in small.items():
+                pieces.setdefault(part, []).append(values)
+        small = {part: torch.cat(found) for part, found in pieces.items()}
+        if peak is not None:
+            small = {part: values[:1] for part, values in small.items()} if start == 0 else {}  # one for the tensor
+        data = _as_bytes(out)
+        writer.place(slot, start * row_bytes, data)
+        return _Made(tensor=tensor, slot=slot, data=data, buffer=buffer, small=small, is_last=start + rows == num_rows)
 
     for start, rows in runs:
         yield functools.partial(quantize, start, rows)
+
+
+def _peak(
+    find: Callable[[torch.Tensor], torch.Tensor],
+    runs: Sequence[Callable[[], Iterator[tuple[int, torch.Tensor]]]],
+    workers: Workers,
+) -> torch.Tensor:
+    """The largest magnitude of a whole weight: one pass over it, before the one that quantizes."""
+
+    def largest(run: Callable[[], Iterator[tuple[int, torch.Tensor]]]) -> torch.Tensor:
+        return torch.stack([find(block) for _, block in run()]).amax(dim=0)
+
+    futures = [workers.submit(functools.partial(largest, run)) for run in runs]
+    return torch.stack([future.result() for future in futures]).amax(dim=0)
 
 
 def _runs(total: int, step: int) -> Iterator[tuple[int, int]]:
@@ -184,22 +263,36 @@ def _runs(total: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _on_device(
-    tensor: TensorPlan, block: torch.Tensor, kernel: Kernel, workers: Workers, peak: torch.Tensor | None
+    tensor: TensorPlan,
+    block: torch.Tensor,
+    out: torch.Tensor,
+    kernel: Kernel,
+    workers: Workers,
+    peak: torch.Tensor | None,
 ) -> Parts:
+    """Quantize one block into `out`, on the accelerator if there is one and it can. Both are on the CPU."""
     device = workers.device
     if device.type != "cpu":
         try:
-            moved = kernel.rows(block.to(device), workers.scratch, peak if peak is None else peak.to(device))
-            return _checked(tensor, {part: values.cpu() for part, values in moved.items()})
+            there = torch.empty(out.shape, dtype=out.dtype, device=device)
+            moved = peak if peak is None else peak.to(device)
+            small = kernel.rows(block.to(device), there, workers.scratch, moved)
+            out.copy_(there)
+            return {part: values.cpu() for part, values in small.items()}
         except (torch.OutOfMemoryError, NotImplementedError, TypeError):  # mps, for one, has no float8
             workers.fallbacks.names.add(tensor.name)
-    return _checked(tensor, kernel.rows(block, workers.scratch, peak))
+    return kernel.rows(block, out, workers.scratch, peak)
 
 
-def _checked(tensor: TensorPlan, parts: Parts) -> Parts:
-    if not bool(parts["scale"].isfinite().all()):
+def _checked(tensor: TensorPlan, part: str, values: torch.Tensor) -> torch.Tensor:
+    if part == "scale" and not bool(values.isfinite().all()):
         raise CheckpointError(
             f"{tensor.stored} holds NaN or infinite values in {str(tensor.dtype).removeprefix('torch.')}",
             hint="the weights are damaged, or overflow in this --dtype",
         )
-    return parts
+    return values
+
+
+def _as_bytes(values: torch.Tensor) -> memoryview:
+    array: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)

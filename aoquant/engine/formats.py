@@ -100,12 +100,12 @@ _FLAGS = 0x0808  # sizes and CRC follow the data; names are UTF-8
 _DOS_DATE = 0x21  # 1980-01-01, so that the same input gives the same bytes
 
 
-def bin_layout(file_name: str, state: State, stored_names: Mapping[str, str]) -> FileLayout:
+def bin_layout(file_name: str, state: State, saved_names: Mapping[str, str]) -> FileLayout:
     """Lay out a torch `.bin` of `state`: `data.pkl` first, then one record for each part, in order.
 
-    stored_names: module name → the name in the file.
+    saved_names: module name → the name in the file.
     """
-    pickled, slots = _pickle_state(state, stored_names)
+    pickled, slots = _pickle_state(state, saved_names)
     root = file_name.rpartition(".")[0]
     archive = _Archive(root)
     archive.add_fixed("data.pkl", pickled)
@@ -113,7 +113,7 @@ def bin_layout(file_name: str, state: State, stored_names: Mapping[str, str]) ->
     for key, (slot, num_bytes) in enumerate(slots):
         archive.add_hole(f"data/{key}", slot, num_bytes)
     archive.add_fixed("version", b"3\n")
-    return FileLayout(name=file_name, pieces=archive.finish(), keys=tuple(stored_names[name] for name in state))
+    return FileLayout(name=file_name, pieces=archive.finish(), keys=tuple(saved_names[name] for name in state))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +125,14 @@ class _Storage:
     num_elements: int
 
 
-def _pickle_state(state: State, stored_names: Mapping[str, str]) -> tuple[bytes, list[tuple[Slot, int]]]:
+def _pickle_state(state: State, saved_names: Mapping[str, str]) -> tuple[bytes, list[tuple[Slot, int]]]:
     """`data.pkl` for `state`, as torch.save would write it if the tensors were on the CPU, and the storages' slots."""
     stream = io.BytesIO()
     pickler = _StatePickler(stream)
     pickler.slots_of = {
         id(part): Slot(name, attribute) for name, tensor in state.items() for attribute, part in parts(tensor).items()
     }
-    pickler.dump(OrderedDict((stored_names[name], tensor) for name, tensor in state.items()))
+    pickler.dump(OrderedDict((saved_names[name], tensor) for name, tensor in state.items()))
     return stream.getvalue(), pickler.storages
 
 
@@ -298,8 +298,8 @@ class Flattened:
     metadata: Mapping[str, str]
 
 
-def flatten(state: State, stored_names: Mapping[str, str]) -> Flattened:
-    """Ask torchao how it flattens `state`. stored_names: module name → the name that stock saves it under.
+def flatten(state: State, saved_names: Mapping[str, str]) -> Flattened:
+    """Ask torchao how it flattens `state`. saved_names: module name → the name that stock saves it under.
 
     The metadata speaks of module names, as stock's does; the keys of the file are the stored ones.
     """
@@ -309,7 +309,7 @@ def flatten(state: State, stored_names: Mapping[str, str]) -> Flattened:
     _, metadata = flatten_tensor_state_dict(dict(state))
     keys: dict[Slot, str] = {}
     for name, tensor in state.items():
-        stored = stored_names[name]
+        stored = saved_names[name]
         head, dot, tail = stored.rpartition(".")
         for part in parts(tensor):
             keys[Slot(name, part)] = f"{head}{dot}_{tail}_{part}" if part else stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,13 +30,15 @@ Fate = Literal["quantize", "keep", "copy"]
 class TensorPlan:
     """What becomes of one tensor.
 
-    name: in the module. stored: in the source's files, and in the output's. fate: `quantize`; `keep`, a Linear weight
+    name: in the module. stored: in the source's files. saved: in the output's, which are the module's own for diffusers
+    and the source's for transformers, as each library saves. fate: `quantize`; `keep`, a Linear weight
     that stays as it is, for `reason`; or `copy`, anything else. dtype: what its values are cast to first. kind: the
     class it ends in. num_bytes: its data in the output.
     """
 
     name: str
     stored: str
+    saved: str
     fate: Fate
     reason: str
     shape: tuple[int, ...]
@@ -213,6 +216,7 @@ def plan_component(
             TensorPlan(
                 name=name,
                 stored=stored,
+                saved=name if component.library == "diffusers" else stored,
                 fate=fate,
                 reason=reason,
                 shape=target.shape,
@@ -246,7 +250,7 @@ def _decide(target: components.Target, kernel: Kernel, skip: SkipPatterns, compo
         return "keep", target.reason
     if pattern:
         return "keep", f"--skip {pattern}"
-    refusal = kernel.refusal(target.shape)
+    refusal = kernel.refusal(target.shape) if math.prod(target.shape) else "it is empty"
     return ("keep", refusal) if refusal else ("quantize", "")
 
 
@@ -333,14 +337,14 @@ def _file_builder(
     state: State,
     format: Format,
 ) -> Callable[[str, Sequence[TensorPlan]], FileLayout]:
-    stored_names = {tensor.name: tensor.stored for tensor in tensors}
+    saved_names = {tensor.name: tensor.saved for tensor in tensors}
     if format == "safetensors":
-        flattened = formats.flatten(state, stored_names)
+        flattened = formats.flatten(state, saved_names)
         return lambda file_name, group: formats.safetensors_layout(
             file_name, {tensor.name: state[tensor.name] for tensor in group}, flattened
         )
     return lambda file_name, group: formats.bin_layout(
-        file_name, {tensor.name: state[tensor.name] for tensor in group}, stored_names
+        file_name, {tensor.name: state[tensor.name] for tensor in group}, saved_names
     )
 
 

@@ -37,24 +37,35 @@ class Scratch:
         return buffer[:count].view(shape)
 
 
+Rows = Callable[[torch.Tensor, torch.Tensor, Scratch, "torch.Tensor | None"], Parts]
+"""(block [R, K] in the weight's dtype, the streamed part's rows to fill, scratch, peak) → the other parts' rows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """How one config quantizes.
 
     stock: torchao's config object, as config.json names it. outline: weight [N, K] on the meta device → the torchao
-    tensor it becomes, also on meta. rows: block [R, K] in the weight's dtype → each part for these rows, rows first.
-    peak: for configs with one scale per tensor, block → its largest magnitude; `rows` then gets the maximum over all
-    blocks. streamed: the part whose rows lie one after the other in the file, written as it comes; the others are
-    small, and `assemble` joins them. refusal: shape → why torchao's class cannot hold such a weight, or "".
+    tensor it becomes, also on meta. rows: fills the streamed part of a block [R, K] and returns the other parts, rows
+    first. streamed: the part whose rows lie one after the other in the file, [N, K / values_per_item] of `item`; the
+    others are small, and `assemble` joins them. peak: for configs with one scale per tensor, block → its largest
+    magnitude; `rows` then gets the maximum over all blocks. refusal: shape → why torchao's class cannot hold such a
+    weight, or "".
     """
 
     stock: Any
     outline: Callable[[torch.Tensor], torch.Tensor]
-    rows: Callable[[torch.Tensor, Scratch, torch.Tensor | None], Parts]
+    rows: Rows
     refusal: Callable[[tuple[int, ...]], str]
+    item: torch.dtype = torch.int8
+    values_per_item: int = 1
     peak: Callable[[torch.Tensor], torch.Tensor] | None = None
     transposed: bool = False
     streamed: str = "qdata"
+
+    def streamed_rows(self, in_features: int) -> tuple[torch.dtype, int]:
+        """dtype and number of columns of the streamed part of a weight [N, in_features]."""
+        return self.item, in_features // self.values_per_item
 
     def assemble(self, blocks: list[torch.Tensor]) -> torch.Tensor:
         """Join one part's row blocks [R, G] to the part as stored: [N, G], or [G, N] for Int4Tensor."""
@@ -135,18 +146,14 @@ def _int8(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
     """Symmetric, scale = max|w| / 127.5 in the weight's dtype, kept as float32."""
     stock = stock_config(config)
 
-    def rows(block: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
+    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
         values = _grouped(_in_float32(block, scratch), config.group_size)
         least, greatest = _extremes(values, block.dtype)
         greatest = torch.maximum(-least.clamp(max=0), greatest.clamp(min=0))
         scale = (greatest / 127.5).clamp(min=torch.finfo(torch.float32).eps).to(torch.float32)
-        qdata = values.mul_(1.0 / scale).round_().clamp_(-128, 127).to(torch.int8)
+        out.view(values.shape).copy_(values.mul_(1.0 / scale).round_().clamp_(-128, 127))
         scale = scale.squeeze(-1)
-        return {
-            "qdata": qdata.view(block.shape),
-            "scale": scale,
-            "zero_point": torch.zeros_like(scale, dtype=torch.int8),
-        }
+        return {"scale": scale, "zero_point": torch.zeros_like(scale, dtype=torch.int8)}
 
     return Kernel(stock=stock, outline=_through_torchao(stock), rows=rows, refusal=_refuse_group(config.group_size))
 
@@ -174,7 +181,7 @@ def _float8(config: QuantConfig, dtype: torch.dtype) -> Kernel:
     if dynamic and not per_tensor and dtype != torch.bfloat16:
         raise UsageError(f"{config} needs --dtype bfloat16", hint="torchao scales float8 rows from bfloat16 only")
 
-    def rows(block: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:
+    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:
         values = _in_float32(block, scratch)
         if peak is None:
             least, greatest = _extremes(values, block.dtype)
@@ -184,7 +191,8 @@ def _float8(config: QuantConfig, dtype: torch.dtype) -> Kernel:
         # torchao makes NaN of a row of zeros (0 / 0), and a model with one then draws black. Zeros are what they are.
         if bool((scale == 0).any()):
             values.nan_to_num_(nan=0.0)
-        return {"qdata": values.to(float8), "scale": scale}
+        out.copy_(values)
+        return {"scale": scale}
 
     def peak_of(block: torch.Tensor) -> torch.Tensor:
         return torch.maximum(-block.amin(), block.amax()).view(1, 1)
@@ -194,6 +202,7 @@ def _float8(config: QuantConfig, dtype: torch.dtype) -> Kernel:
         outline=_dynamic_float8_outline(stock) if dynamic else _through_torchao(stock),
         rows=rows,
         refusal=_refuse_not_16 if dynamic else lambda shape: "",  # noqa: ARG005
+        item=float8,
         peak=peak_of if per_tensor else None,
     )
 
@@ -252,7 +261,7 @@ def _intx(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
     qmin, qmax = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     symmetric = "symmetric" in config.row.traits
 
-    def rows(block: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
+    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
         groups = _grouped(block, config.group_size)
         least, greatest = _extremes(_grouped(_in_float32(block, scratch), config.group_size), block.dtype)
         least, greatest = least.clamp(max=0), greatest.clamp(min=0)
@@ -266,12 +275,8 @@ def _intx(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
             scale = ((greatest - least) / float(qmax - qmin)).clamp(min=smallest)
             zero_point = (qmin - torch.round(least / scale)).clamp(qmin, qmax).to(torch.int8)
             torch.mul(groups, 1.0 / scale, out=values).round_().add_(zero_point)
-        qdata = values.clamp_(qmin, qmax).to(torch.int8)
-        return {
-            "qdata": qdata.view(block.shape),
-            "scale": scale.squeeze(-1),
-            "zero_point": zero_point.squeeze(-1),
-        }
+        out.view(values.shape).copy_(values.clamp_(qmin, qmax))
+        return {"scale": scale.squeeze(-1), "zero_point": zero_point.squeeze(-1)}
 
     return Kernel(stock=stock, outline=_through_torchao(stock), rows=rows, refusal=_refuse_group(config.group_size))
 
@@ -293,16 +298,15 @@ def _int4(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
     group_size = config.group_size
     assert group_size is not None
 
-    def rows(block: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
+    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
         groups = _grouped(_in_float32(block, scratch), group_size)
         least, greatest = _extremes(groups, torch.float32)
         scale = (greatest - least).clamp(min=1e-6) / 15
         zero_point = least + scale * 8
         codes = groups.sub_(least).div_(scale).round_().clamp_(0, 15).sub_(8).to(torch.int8).view(block.shape)
         pairs = codes.view(torch.int16)  # the even column in the low byte
-        qdata = ((pairs & 0x0F) | ((pairs >> 4) & 0xF0)).to(torch.int8)
+        out.copy_((pairs & 0x0F) | ((pairs >> 4) & 0xF0))
         return {
-            "qdata": qdata,
             "scale": scale.squeeze(-1).to(block.dtype),
             "zero_point": zero_point.squeeze(-1).to(block.dtype),
         }
@@ -312,6 +316,7 @@ def _int4(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
         outline=lambda weight: _int4_outline(weight, group_size),
         rows=rows,
         refusal=_refuse_group(group_size),
+        values_per_item=2,
         transposed=True,
     )
 

@@ -33,7 +33,8 @@ class FileReader:
         self._tensors = tensors
         self._local = threading.local()
         self._handles: list[BinaryIO] = []
-        self._lock = threading.Lock()
+        self._handles_lock = threading.Lock()
+        self._gather_lock = threading.Lock()
         self._gathered: tuple[str, torch.Tensor] | None = None
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
@@ -55,7 +56,7 @@ class FileReader:
 
     def _gather(self, name: str, stored: StoredTensor) -> torch.Tensor:
         """A transposed or strided tensor, whole: rare, and only in `.bin` files. The last one is kept."""
-        with self._lock:
+        with self._gather_lock:
             if self._gathered is None or self._gathered[0] != name:
                 item_bytes = ITEM_BYTES[stored.dtype]
                 extent = sum((size - 1) * step for size, step in zip(stored.shape, stored.stride, strict=True)) + 1
@@ -91,7 +92,7 @@ class FileReader:
             handles = self._local.handles = {}
         if file not in handles:
             handle = handles[file] = file.open("rb", buffering=0)
-            with self._lock:
+            with self._handles_lock:
                 self._handles.append(handle)
         return handles[file]
 

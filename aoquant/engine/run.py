@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import torch
 from aoquant import output
 from aoquant.checkpoint.manifest import MANIFEST, FileRecord
 from aoquant.engine import component as components
-from aoquant.engine.blocks import Workers, tensor_data
+from aoquant.engine.blocks import Workers, write_tensors
 from aoquant.engine.job import CARD, OutputFile, Plan
 from aoquant.engine.plan import ComponentPlan
 from aoquant.engine.reader import FileReader, MemoryReader, Reader
@@ -129,19 +130,18 @@ def _write_component(
     try:
         for shard in component.shards:
             with FileWriter(folder, shard.layout) as writer:
-                for slot, values in tensor_data(shard.tensors, component.kernel, reader, workers):
-                    data = _as_bytes(values)
-                    writer.write(slot, data)
-                    progress.add(title, len(data))
+                write_tensors(
+                    shard.tensors,
+                    component.kernel,
+                    reader,
+                    workers,
+                    writer,
+                    on_bytes=functools.partial(progress.add, title),
+                )
                 written = writer.finish()
             yield FileRecord(path=where / written.name, num_bytes=written.num_bytes, sha256=written.sha256)
     finally:
         reader.close()
-
-
-def _as_bytes(values: torch.Tensor) -> memoryview:
-    array: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _reader(plan: Plan, component: ComponentPlan) -> Reader:

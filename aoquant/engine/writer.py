@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,10 @@ class WrittenFile:
 
 
 class FileWriter:
-    """Writes the file of one layout. Data for each slot comes in order; the slots themselves may come in any order.
+    """Writes the file of one layout: bytes are placed by anyone, then sealed in order, slot by slot.
 
-    What arrives in the file's own order is hashed on the way to the disk; anything else is read back once it is
-    whole. Nothing is held in memory. Raises OSError as the file system does.
+    What is sealed in the file's own order is hashed from memory; anything else is read back once it is whole. Nothing
+    is held in memory. Raises OSError as the file system does.
     """
 
     def __init__(self, folder: Path, layout: FileLayout) -> None:
@@ -37,20 +38,21 @@ class FileWriter:
         self._file = self._path.open("xb+", buffering=0)
         self._hash = hashlib.sha256()
         self._starts: dict[Slot, int] = {}
-        self._left: dict[Slot, int] = {}
+        self._ends: dict[Slot, int] = {}
         self._crcs: dict[Slot, int] = {}
         offset = 0
         for piece in layout.pieces:
             if isinstance(piece, Hole):
                 self._starts[piece.slot] = offset
-                self._left[piece.slot] = piece.num_bytes
+                self._ends[piece.slot] = offset + piece.num_bytes
                 self._crcs[piece.slot] = 0
             offset += piece.num_bytes
+        self._sealed = dict(self._starts)  # how far each slot's bytes are in place and checked
         self._wants_crc = any(not isinstance(piece, Fixed | Hole) for piece in layout.pieces)
         self._next = 0  # the first piece that is not finished
         self._hashed = 0  # bytes from the front that are written and hashed
-        self._position = 0  # of the file handle
         self._flushed = 0  # bytes from the front that the disk has been told about
+        self._lock = threading.Lock()
         self._advance()
 
     def __enter__(self) -> FileWriter:
@@ -61,22 +63,25 @@ class FileWriter:
     ) -> None:
         self._file.close()
 
-    def write(self, slot: Slot, data: memoryview | bytes) -> None:
-        """Put the next bytes of `slot` in their place."""
-        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        start = self._starts[slot]
-        self._starts[slot] = start + len(view)
-        self._left[slot] -= len(view)
-        if self._left[slot] < 0:
+    def place(self, slot: Slot, position: int, data: memoryview) -> None:
+        """Put bytes of `slot`, from `position` of it on, into the file. Any thread may, in any order."""
+        offset = self._starts[slot] + position
+        if offset + len(data) > self._ends[slot]:
             raise ValueError(f"more data for {slot} than was planned")
-        self._put(start, view)
+        self._put(offset, data)
+
+    def seal(self, slot: Slot, data: memoryview) -> None:
+        """Take the checksums of the next bytes of `slot`, which are in place. One thread, in the slot's order."""
+        start = self._sealed[slot]
+        self._sealed[slot] = start + len(data)
         if self._wants_crc:
-            self._crcs[slot] = zlib.crc32(view, self._crcs[slot])
+            self._crcs[slot] = zlib.crc32(data, self._crcs[slot])
         if start == self._hashed:
-            self._hash.update(view)
-            self._hashed += len(view)
-        if not self._left[slot]:
+            self._hash.update(data)
+            self._hashed += len(data)
+        if self._sealed[slot] == self._ends[slot]:
             self._advance()
+        self._flush_some()
 
     def finish(self) -> WrittenFile:
         """Flush to the disk and close. Raises ValueError if a slot was never filled."""
@@ -90,9 +95,9 @@ class FileWriter:
         while self._next < len(self._layout.pieces):
             piece = self._layout.pieces[self._next]
             if isinstance(piece, Hole):
-                if self._left[piece.slot]:
+                if self._sealed[piece.slot] < self._ends[piece.slot]:
                     return
-                self._read_back(self._starts[piece.slot])
+                self._read_back(self._ends[piece.slot])
             else:
                 data = piece.data if isinstance(piece, Fixed) else piece.build(self._crcs)
                 self._put(self._hashed, memoryview(data))
@@ -101,28 +106,32 @@ class FileWriter:
             self._next += 1
 
     def _put(self, offset: int, data: memoryview) -> None:
-        if self._position != offset:
-            self._file.seek(offset)
-        self._position = offset + len(data)
         while data:
-            data = data[self._file.write(data) :]
-        if self._position - self._flushed >= _FLUSH_BYTES:
-            self._start_flush()
+            count = self._write_at(offset, data)
+            offset += count
+            data = data[count:]
 
-    def _start_flush(self) -> None:
+    def _write_at(self, offset: int, data: memoryview) -> int:
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self._file.fileno(), data, offset)
+        with self._lock:  # Windows
+            self._file.seek(offset)
+            return self._file.write(data)
+
+    def _read_back(self, end: int) -> None:
+        while self._hashed < end:
+            with self._lock:
+                self._file.seek(self._hashed)
+                data = self._file.read(min(end - self._hashed, _READ_BACK_BYTES))
+            self._hash.update(data)
+            self._hashed += len(data)
+
+    def _flush_some(self) -> None:
         """Let the disk begin while the arithmetic goes on, so that the final fsync finds little left to do.
 
         Linux starts writing dirty pages back when it is told that they will not be needed; it does not wait.
         """
-        if hasattr(os, "posix_fadvise"):
-            count = self._position - self._flushed
+        count = self._hashed - self._flushed
+        if count >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), self._flushed, count, os.POSIX_FADV_DONTNEED)
-        self._flushed = self._position
-
-    def _read_back(self, end: int) -> None:
-        while self._hashed < end:
-            self._file.seek(self._hashed)
-            data = self._file.read(min(end - self._hashed, _READ_BACK_BYTES))
-            self._position = self._hashed + len(data)
-            self._hash.update(data)
-            self._hashed += len(data)
+            self._flushed += count

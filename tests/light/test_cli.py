@@ -368,6 +368,8 @@ def test_light_commands_need_nothing_heavy_and_no_time(
         assert "was imported" not in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert done.returncode == (2 if "int9wo" in argv else 3 if "gone" in argv else 0), done.stderr
         assert bool(done.stdout) is (done.returncode == 0)
+        if best_s < 0.5:
+            break
     assert best_s < 0.5
 
 
@@ -385,19 +387,23 @@ def test_a_heavy_command_says_so_when_torch_is_missing(nothing_heavy: dict[str, 
     assert done.returncode != 0 and "torch was imported" in done.stderr
 
 
-def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path) -> None:
-    folder = tmp_path / "m"
-    safe_component(folder)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "configs | true", "configs --json | true", "inspect m --layers | head -n 1",
+        "inspect m --layers --json | head -n 1",
+    ],
+)  # fmt: skip
+def test_a_reader_that_stops_reading_is_no_error(line: str, tmp_path: Path) -> None:
+    safe_component(tmp_path / "m")
     tensors = {f"blocks.{number}.weight": ("BF16", (8, 8)) for number in range(20_000)}
-    forge.write_safetensors(folder / "diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
-    for option in ("", " --json"):
-        line = f"'{sys.executable}' -m aoquant inspect m --layers{option} | head -n 1; echo ${{PIPESTATUS[0]}}"
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-            text=True, timeout=60,
-        )  # fmt: skip
-        assert done.stderr == ""
-        assert done.stdout.splitlines()[1:] == ["0"]
+    forge.write_safetensors(tmp_path / "m" / "diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
+    done = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m aoquant {line}; echo ${{PIPESTATUS[0]}}"], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "0"
 
 
 @pytest.mark.parametrize("argv", [["configs"], ["inspect", "m", "--layers"], ["inspect", "m", "--json"]], ids=" ".join)

@@ -69,8 +69,8 @@ def _walk(module: str, node: ast.AST, *, at_import: bool, typing: bool) -> Itera
             yield Import(importer=module, module=name, line=node.lineno, at_import=at_import, typing=typing)
         return
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-        for child in node.body:
-            yield from _walk(module, child, at_import=False, typing=True)
+        for statement in node.body:
+            yield from _walk(module, statement, at_import=False, typing=True)
         return
     inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
     for child in ast.iter_child_nodes(node):
@@ -190,7 +190,7 @@ def test_the_public_surface_is_exactly_all() -> None:
         "inspect", "load", "plan", "quantize",
     }  # fmt: skip
     namespace: dict[str, object] = {}
-    exec("from aoquant import *", namespace)  # noqa: S102
+    exec("from aoquant import *", namespace)
     assert namespace.keys() - {"__builtins__"} == set(aoquant.__all__)
 
 

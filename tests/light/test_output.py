@@ -167,7 +167,7 @@ def test_what_is_written_beside_takes_its_place(name: str, tmp_path: Path) -> No
         assert folder.parent.samefile(target.parent) and folder.name.startswith(".")
         fill(folder)
     assert contents(target).keys() == {MANIFEST, "sub", "sub/new.bin"}
-    assert [path for path in tmp_path.rglob(".*")] == []
+    assert list(tmp_path.rglob(".*")) == []
 
 
 def test_rights_follow_the_umask(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_the_old_one_is_replaced_whole(tmp_path: Path) -> None:
 ENDINGS = pytest.mark.parametrize(
     ("error", "becomes", "words"),
     [
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
         (SystemExit(3), SystemExit, "3"),
         (ValueError("odd"), ValueError, "odd"),
         (UsageError("ours"), UsageError, "ours"),
