@@ -39,7 +39,7 @@ def _component(name: str) -> Any:
     return typer.Option(f"--{name}", metavar="CONFIG", help=f"Config for {name.replace('-', '_')}.", show_default=False)
 
 
-def _add_model_command(name: str, summary: str, act: Callable[[Request, Console], None]) -> None:
+def _add_model_command(name: str, summary: str, act: Callable[[Request, Console, bool], None]) -> None:
     """Register a command that takes a model, its components' configs, and all that may be said about them."""
 
     @app.command(name, help=summary)
@@ -75,6 +75,7 @@ def _add_model_command(name: str, summary: str, act: Callable[[Request, Console]
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that aoquant wrote.")] = False,
         json: Json = False,
         quiet: Quiet = False,
+        verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every tensor and its fate.")] = False,
     ) -> None:
         console = Console(as_json=json, quiet=quiet)
         named = {
@@ -87,7 +88,7 @@ def _add_model_command(name: str, summary: str, act: Callable[[Request, Console]
             "skip": skip or (), "full": full, "revision": revision, "variant": variant, "offline": offline,
             "overwrite": overwrite,
         }  # fmt: skip
-        act(make_request(model, _components(named, component or []), options), console)
+        act(make_request(model, _components(named, component or []), options), console, verbose)
 
 
 def _components(named: dict[str, str | None], others: Sequence[str]) -> dict[str, str]:
@@ -105,7 +106,7 @@ def _components(named: dict[str, str | None], others: Sequence[str]) -> dict[str
     return components
 
 
-def _quantize(request: Request, console: Console) -> None:
+def _quantize(request: Request, console: Console, verbose: bool) -> None:
     from aoquant import api
     from aoquant.checkpoint.manifest import snippet
     from aoquant.tables import result_tables
@@ -117,11 +118,11 @@ def _quantize(request: Request, console: Console) -> None:
     lines = snippet(
         result.plan.manifest(()).components, folder=str(request.output), format=request.format, dtype=request.dtype
     )
-    console.result(result.to_json(snippet=lines), lambda: result_tables(result))
+    console.result(result.to_json(snippet=lines), lambda: result_tables(result, every_tensor=verbose))
     console.code(lines.rstrip())
 
 
-def _plan(request: Request, console: Console) -> None:
+def _plan(request: Request, console: Console, verbose: bool) -> None:
     from aoquant import api
     from aoquant.tables import plan_tables
 
@@ -129,7 +130,7 @@ def _plan(request: Request, console: Console) -> None:
         plan = api.prepare(request, on_progress=on_progress)
     for warning in plan.warnings:
         console.note(warning)
-    console.result(plan.to_json(), lambda: plan_tables(plan))
+    console.result(plan.to_json(), lambda: plan_tables(plan, every_tensor=verbose))
 
 
 _add_model_command("quantize", "Quantize components of a pipeline into a new folder.", _quantize)

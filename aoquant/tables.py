@@ -17,6 +17,7 @@ from aoquant.console import size
 
 if TYPE_CHECKING:
     from aoquant.engine.job import Plan
+    from aoquant.engine.plan import ComponentPlan
     from aoquant.engine.run import Result
     from aoquant.loading import LoadReport
     from aoquant.report import ComponentReport, Report
@@ -42,10 +43,11 @@ def _choices(option: Option) -> str:
     return "|".join([default, *(str(choice) for choice in option.choices if choice != option.default)])
 
 
-def plan_tables(plan: Plan) -> RenderableType:
+def plan_tables(plan: Plan, *, every_tensor: bool) -> RenderableType:
     """What would be done: a row for each component, why weights are kept, and the size of everything."""
     total = f"{len(plan.files)} files, {size(plan.output_bytes)} ({plan.output_bytes:,} bytes)"
     return Group(
+        *(_fates(component) for component in plan.components if every_tensor),
         _component_plans(plan),
         *_kept_lines(plan),
         Text(f"output  {plan.output}: {total}"),
@@ -53,13 +55,30 @@ def plan_tables(plan: Plan) -> RenderableType:
     )
 
 
-def result_tables(result: Result) -> RenderableType:
+def result_tables(result: Result, *, every_tensor: bool) -> RenderableType:
     """What was done."""
     plan = result.plan
     lines = [Text(f"{plan.output}: {len(result.files)} files, {size(plan.output_bytes)}, {result.seconds:.1f} s\n")]
     if result.on_cpu:
         lines.append(Text(f"{len(result.on_cpu)} tensors did not fit the accelerator and were made on the CPU\n"))
-    return Group(_component_plans(plan), *_kept_lines(plan), *lines)
+    fates = [_fates(component) for component in plan.components if every_tensor]
+    return Group(*fates, _component_plans(plan), *_kept_lines(plan), *lines)
+
+
+def _fates(component: ComponentPlan) -> Table:
+    """Every tensor of a component: what becomes of it, and why."""
+    table = _table("tensor", "fate", "becomes", "shape", ">bytes", "because")
+    for tensor in component.tensors:
+        kind = str(tensor.dtype).removeprefix("torch.") if tensor.kind == "Tensor" else tensor.kind
+        table.add_row(
+            escape(tensor.name), tensor.fate, kind, escape(str(list(tensor.shape))), f"{tensor.num_bytes:,}",
+            escape(tensor.reason),
+        )  # fmt: skip
+    for name in component.ignored:
+        table.add_row(escape(name), "leave out", "", "", "", f"not part of {component.source.class_name}")
+    for name, original in component.tied.items():
+        table.add_row(escape(name), "leave out", "", "", "", escape(f"tied to {original}"))
+    return table
 
 
 def _component_plans(plan: Plan) -> Table:

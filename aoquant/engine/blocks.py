@@ -28,9 +28,9 @@ from aoquant.errors import CheckpointError
 
 _T = TypeVar("_T")
 
-# Values in one block. Alone, a core is fastest at 2^18, whose float32 copy fits its L2 (a [12288, 3072] weight to int8:
-# 47 ms, against 58 ms at 2^20); but every operation hands Python's lock on, and two workers beside a hashing thread made
-# a 5.1 GB component in 5.5 s at 2^20 and 2^21, 6.1 s at 2^19, 6.9 s at 2^18 (medians of three, torch 2.13, 2 cores).
+# Values in one block. Alone, a core is fastest at 2^18, whose float32 copy fits its L2 (a [12288, 3072] weight to int8
+# takes 47 ms, 58 ms at 2^20). But every operation hands Python's lock on: two workers beside a hashing thread made a
+# 5.1 GB component in 5.5 s at 2^20 and 2^21, 6.1 s at 2^19, 6.9 s at 2^18 (medians of three, torch 2.13, 2 cores).
 CPU_BLOCK = 1 << 20
 DEVICE_BLOCK = 1 << 24
 JOB_BLOCKS = 2  # of a CPU's blocks: what it costs to hand a job out is then lost in the job's own work
