@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from aoquant import __version__
-from aoquant.console import Console
+from aoquant.console import Console, ReaderGone, accept_any_text
 from aoquant.errors import AoquantError, CheckpointError, UsageError
 from aoquant.request import Options, Request, make_request
 
@@ -20,7 +20,6 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Turn a diffusers pipeline into a torchao-quantized checkpoint, without holding the model in memory.",
@@ -175,20 +174,28 @@ def configs(json: Json = False) -> None:
     Console(as_json=json).result(configs_json(), configs_table)
 
 
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         Console().result({}, lambda: __version__)
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code (DESIGN: 0 to 7, 130); prints at most an error and a hint of its own."""
     _let_signals_clean_up()
+    accept_any_text()
     try:
         code = app(args=list(sys.argv[1:] if argv is None else argv), prog_name="aoquant", standalone_mode=False)
+        sys.stdout.flush()
     except AoquantError as error:
         return _fail(error)
     except typer.TyperException as error:
@@ -196,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         Console().error(AoquantError("interrupted", hint="nothing was left behind"))
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of stdout has gone (`| head`): nothing more can be said there, not even at exit.
+    except (ReaderGone, BrokenPipeError):
+        # Nothing more can be said there, not even when the interpreter flushes stdout on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code if isinstance(code, int) else 0

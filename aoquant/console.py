@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 import time
@@ -20,6 +21,22 @@ _LINE_EVERY_S = 5.0
 _PLAIN_WIDTH = 120  # where there is no terminal to ask
 
 
+def accept_any_text() -> None:
+    """Let stdout and stderr take what their encoding lacks, as `?` or an escape: names of files may be any bytes."""
+    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+class ReaderGone(Exception):  # noqa: N818
+    """Whoever read stdout has seen enough (`| head`), which is no error. Typer and rich would exit with 1."""
+
+
+class _Rich(RichConsole):
+    def on_broken_pipe(self) -> None:
+        raise ReaderGone
+
+
 class Console:
     """Prints for one command. as_json: the result is one JSON document. quiet: no progress, notes or hints."""
 
@@ -27,13 +44,17 @@ class Console:
         self._as_json = as_json
         self._quiet = quiet
         width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-        self._out = RichConsole(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
-        self._err = RichConsole(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._out = _Rich(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+        self._err = _Rich(file=sys.stderr, highlight=False, soft_wrap=True)
 
     def result(self, document: dict[str, Any], tables: Callable[[], RenderableType]) -> None:
         """The result: `document` as JSON, or `tables` for eyes."""
         if self._as_json:
-            sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+            try:
+                sys.stdout.write(json.dumps(document, indent=2) + "\n")
+                sys.stdout.flush()
+            except BrokenPipeError as error:
+                raise ReaderGone from error
         else:
             self._out.print(tables())
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.cells import cell_len, chop_cells
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
+from rich.segment import Segment
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from aoquant.checkpoint.files import quoted
 from aoquant.configs import ALIASES, CONFIGS, Option
 from aoquant.console import size
 
@@ -86,8 +91,8 @@ def _component_plans(plan: Plan) -> Table:
     for component in plan.components:
         shrink = component.source_bytes / component.tensor_bytes if component.tensor_bytes else 0.0
         table.add_row(
-            escape(component.source.name or "(root)"),
-            component.source.class_name,
+            _cell(component.source.name or "(root)"),
+            _cell(component.source.class_name),
             str(component.config),
             str(component.num_quantized),
             str(sum(component.kept.values())),
@@ -119,14 +124,14 @@ def report_tables(report: Report, *, layers: bool) -> RenderableType:
     shown: list[RenderableType] = []
     for component in report.components:
         title = " · ".join(filter(None, (component.name, component.class_name, component.config or "not quantized")))
-        shown += [Text(title, style="bold"), _component_report(component), *_report_lines(component)]
+        shown += [_line(title, style="bold"), _component_report(component), *_report_lines(component)]
         if layers:
             shown.append(_layers(component))
         shown.append(Text())
     if report.source:
-        shown.append(Text("source   " + ", ".join(f"{key} {value}" for key, value in report.source.items())))
+        shown.append(_line("source   " + _joined(report.source)))
     if report.versions:
-        shown.append(Text("made by  " + _joined(report.versions)))
+        shown.append(_line("made by  " + _joined(report.versions)))
     shown += [_problem(problem.severity, problem.text) for problem in report.problems]
     return Group(*shown)
 
@@ -136,8 +141,9 @@ def _component_report(component: ComponentReport) -> Table:
     for tally in component.tallies:
         bits = 8 * tally.num_bytes / tally.num_parameters if tally.num_parameters else 0.0
         table.add_row(
-            tally.kind, tally.dtype, str(tally.count), f"{tally.num_parameters:,}", size(tally.num_bytes), f"{bits:.2f}"
-        )
+            _cell(tally.kind), tally.dtype, str(tally.count), f"{tally.num_parameters:,}", size(tally.num_bytes),
+            f"{bits:.2f}",
+        )  # fmt: skip
     table.add_section()
     total = sum(tally.count for tally in component.tallies)
     table.add_row(
@@ -156,20 +162,37 @@ def _report_lines(component: ComponentReport) -> list[RenderableType]:
     if component.num_quantized:
         lines.append(Text(f"weights  {component.quantized_bits_per_weight:.2f} bits each where quantized"))
     if component.versions:
-        lines.append(Text("versions " + _joined(component.versions)))
+        lines.append(_line("versions " + _joined(component.versions)))
     lines += [_problem(problem.severity, problem.text) for problem in component.problems]
     return lines
 
 
-def _layers(component: ComponentReport) -> Table:
-    table = _table("tensor", "class", "shape", "dtype", ">bytes", "parts")
+def _layers(component: ComponentReport) -> RenderableType:
+    rows: list[tuple[str, ...]] = [("tensor", "class", "shape", "dtype", "bytes", "parts")]
     for entry in component.entries.values():
         parts = ", ".join(f"{name} {part.dtype} {list(part.shape)}" for name, part in entry.parts.items() if name)
-        table.add_row(
-            escape(entry.name), entry.kind, escape(str(list(entry.shape))), entry.dtype, f"{entry.num_bytes:,}",
-            escape(parts),
-        )  # fmt: skip
-    return table
+        cells = (entry.name, entry.kind, str(list(entry.shape)), entry.dtype, f"{entry.num_bytes:,}", parts)
+        rows.append(tuple(_safe(cell) for cell in cells))
+    return _Columns(rows=rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Columns:
+    """Rows of text, the first a heading, in columns; too long lines go on in the next one.
+
+    For thousands of rows: rich's own table takes 0.6 ms for each (rich 15), this 0.02 ms.
+    """
+
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [max(map(cell_len, column)) for column in zip(*self.rows, strict=True)]
+        for number, row in enumerate(self.rows):
+            style = None if number else Style(bold=True)
+            padded = [cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
+            for piece in chop_cells("  ".join(padded).rstrip(), options.max_width):
+                yield Segment(piece, style)
+                yield Segment.line()
 
 
 def loaded_tables(loaded: Sequence[LoadReport]) -> RenderableType:
@@ -178,14 +201,28 @@ def loaded_tables(loaded: Sequence[LoadReport]) -> RenderableType:
     for component in loaded:
         weights = ", ".join(f"{count} {kind}" for kind, count in sorted(component.weights.items()))
         table.add_row(
-            escape(component.name or "(root)"), component.class_name, weights, component.dtype, component.device,
+            _cell(component.name or "(root)"), _cell(component.class_name), weights, component.dtype, component.device,
             size(component.num_bytes), f"{component.seconds:.2f}",
         )  # fmt: skip
     return table
 
 
 def _problem(severity: str, text: str) -> Text:
-    return Text(f"{severity}: {text}", style="bold red" if severity == "error" else "yellow")
+    return _line(f"{severity}: {text}", style="bold red" if severity == "error" else "yellow")
+
+
+def _safe(text: str) -> str:
+    """Text out of a file, without the control characters that a terminal would obey."""
+    return quoted(text, quote=False, limit=1000)
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(_safe(text), style=style)
+
+
+def _cell(text: str) -> str:
+    """`_safe` for a table's cell, which reads markup."""
+    return escape(_safe(text))
 
 
 def _joined(versions: Mapping[str, str]) -> str:

@@ -185,7 +185,7 @@ def _float8(config: QuantConfig, dtype: torch.dtype) -> Kernel:
         values = _in_float32(block, scratch)
         if peak is None:
             least, greatest = _extremes(values, block.dtype)
-            peak = torch.maximum(-least, greatest)
+            peak = torch.maximum(-least, greatest).abs()  # not -0.0
         scale = (peak / largest).to(torch.float32)
         values.div_(scale).clamp_(-largest, largest)
         # torchao makes NaN of a row of zeros (0 / 0), and a model with one then draws black. Zeros are what they are.
@@ -195,7 +195,7 @@ def _float8(config: QuantConfig, dtype: torch.dtype) -> Kernel:
         return {"scale": scale}
 
     def peak_of(block: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(-block.amin(), block.amax()).view(1, 1)
+        return torch.maximum(-block.amin(), block.amax()).abs().view(1, 1)
 
     return Kernel(
         stock=stock,

@@ -316,11 +316,25 @@ def test_inspect_shows_text_from_files_as_it_is(tmp_path: Path, capsys: pytest.C
     """No markup, no colour and no control characters come from a file's own words."""
     folder = component(tmp_path / "m", {"_class_name": "[red]Flux[/red]\x1b[31m", "_diffusers_version": "0.42.1"})
     file = TorchFile()
-    file.state = {"[bold]a[/].weight": file.int8(4, 8)}
+    file.state = {"[bold]a[/].weight": file.int8(4, 8), "b\x1b[2J\r\n\x9b": file.int8(4, 8), ":smile:": file.int8(4, 8)}
     file.write(folder / "diffusion_pytorch_model.bin")
     code, out, _ = run(["inspect", str(folder), "--layers"], capsys)
-    assert (code, "\x1b" in out) == (0, False)
-    assert "[red]Flux[/red]" in out and "[bold]a[/].weight" in out
+    assert code == 0
+    assert all(line.isprintable() for line in out.splitlines())
+    for text in ("[red]Flux[/red]", "[bold]a[/].weight", "b\\x1b[2J\\r\\n\\x9b", ":smile:"):
+        assert text in out
+
+
+def test_every_tensor_is_listed_whole_in_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = safe_component(tmp_path / "m")
+    tensors = {f"{'x' * 150}.图.{number}.weight": ("BF16", (8, 8)) for number in range(5_000)}
+    forge.write_safetensors(folder / "diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
+    start = time.process_time()
+    code, out, _ = run(["inspect", str(folder), "--layers"], capsys)
+    assert (code, time.process_time() - start < 2) == (0, True)
+    joined = out.replace("\n", "")
+    assert all(name in joined for name in tensors)
+    assert max(map(len, out.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["quantize", "--help"], ["inspect", "-h"]], ids=" ".join)
