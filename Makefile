@@ -30,7 +30,7 @@ demo: $(VENV)/.ready
 	  --compare demo/original.png demo/quantized.png -o demo/side_by_side.png
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n auto --dist loadscope
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-light:
 	sh tests/light/each_python.sh

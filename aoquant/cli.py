@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Annotated, Any
@@ -190,23 +191,26 @@ def options(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code (DESIGN: 0 to 7, 130); prints at most an error and a hint of its own."""
-    _let_signals_clean_up()
+    """Run one command. Returns its exit code (README lists them); prints at most an error and a hint of its own."""
+    signals = _Signals()
     accept_any_text()
     try:
         code = app(args=list(sys.argv[1:] if argv is None else argv), prog_name="aoquant", standalone_mode=False)
         sys.stdout.flush()
-    except AoquantError as error:
-        return _fail(error)
-    except typer.TyperException as error:
-        return _fail(UsageError(_message(error), hint="`aoquant --help` and `aoquant COMMAND --help` show how"))
-    except (KeyboardInterrupt, typer.Abort):
-        Console().error(AoquantError("interrupted", hint="nothing was left behind"))
-        return INTERRUPTED
     except (ReaderGone, BrokenPipeError):
         # Nothing more can be said there, not even when the interpreter flushes stdout on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except BaseException as error:
+        if signals.received or isinstance(error, KeyboardInterrupt | typer.Abort):
+            Console().error(AoquantError("interrupted", hint="nothing was left behind"))
+            return INTERRUPTED
+        if isinstance(error, AoquantError):
+            return _fail(error)
+        if isinstance(error, typer.TyperException):
+            hint = "`aoquant --help` and `aoquant COMMAND --help` show how"
+            return _fail(UsageError(_message(error), hint=hint))
+        raise
     return code if isinstance(code, int) else 0
 
 
@@ -224,15 +228,31 @@ def _message(error: Any) -> str:
     return text.strip().rstrip(".") or "the command line is wrong"
 
 
-def _let_signals_clean_up() -> None:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that whoever holds a temporary folder removes it."""
+class _Interrupted(BaseException):
+    """Raised where a signal meets the program; not KeyboardInterrupt, which Typer turns into a wordless exit."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        raise KeyboardInterrupt
 
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
-            signal.signal(getattr(signal, name), interrupt)
+class _Signals:
+    """Lets Ctrl-C, SIGTERM and SIGHUP unwind the stack once, so that whoever holds a temporary folder removes it.
+
+    Signals that this process was told to ignore (`nohup`) stay ignored. `received` tells the truth where a library
+    under interruption has turned the exception into one of its own.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        usual = {signal.SIG_DFL, signal.default_int_handler}
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        self._caught = [number for number in numbers if signal.getsignal(number) in usual]
+        if threading.current_thread() is threading.main_thread():  # the only one that may set handlers
+            for number in self._caught:
+                signal.signal(number, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        for other in self._caught:
+            signal.signal(other, signal.SIG_IGN)
+        self.received = True
+        raise _Interrupted
 
 
 def run() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,13 +106,15 @@ def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
         "torch_dtype" if report.library == "diffusers" else "dtype": dtype,
         "use_safetensors": report.format == "safetensors",
         "local_files_only": True,
+        "output_loading_info": True,
     }
     if place.type != "cpu":
         options["device_map"] = {"": place}
     start = time.perf_counter()
     with libraries.quiet():
         try:
-            module: nn.Module = model_class.from_pretrained(str(folder / report.name), **options)
+            module: nn.Module
+            module, info = model_class.from_pretrained(str(folder / report.name), **options)
         except torch.OutOfMemoryError as error:
             raise ResourceError(
                 f"{_title(report)} does not fit {place}: {report.weight_bytes:,} bytes",
@@ -123,7 +125,7 @@ def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
                 f"{_title(report)} does not load: {' '.join(str(error).split())[:200]}",
                 hint=f"it was made with {_versions(report)}; installed are {_installed(report)}",
             ) from error
-    _check_loaded(report, module)
+    _check_loaded(report, module, missing=info["missing_keys"])
     tensors = [*module.parameters(), *module.buffers()]
     return Loaded(
         module=module,
@@ -153,12 +155,12 @@ def _refuse_unsound(folder: Path, report: ComponentReport) -> None:
             )
 
 
-def _check_loaded(report: ComponentReport, module: nn.Module) -> None:
-    """The stock loaders leave what they could not fill on the meta device and say so in a log line at most."""
+def _check_loaded(report: ComponentReport, module: nn.Module, *, missing: Collection[str]) -> None:
+    """What they could not fill, diffusers leaves on the meta device and transformers makes up; a log line says so."""
     empty = [name for name, tensor in module.state_dict().items() if tensor.device.type == "meta"]
-    if empty:
+    if unfilled := sorted({*empty, *missing}):
         raise CheckpointError(
-            f"{_title(report)}: {len(empty)} tensors were not filled, first {empty[0]}",
+            f"{_title(report)}: {len(unfilled)} tensors were not filled, first {unfilled[0]}",
             hint="config.json and the weights do not belong together",
         )
     quantized = {name for name, tensor in module.state_dict().items() if len(parts(_plain(tensor))) > 1}
@@ -195,9 +197,9 @@ def _dtype(report: ComponentReport) -> torch.dtype:
 
 
 def _library(report: ComponentReport) -> libraries.Library:
-    if report.library not in ("diffusers", "transformers"):
+    if report.library not in ("diffusers", "transformers") or not report.class_name:
         raise CheckpointError(
-            f"{_title(report)}: its config.json does not say which library it is for",
+            f"{_title(report)}: its config.json does not say which class of which library it is for",
             hint="a component's config.json has _class_name (diffusers) or architectures (transformers)",
         )
     return "diffusers" if report.library == "diffusers" else "transformers"

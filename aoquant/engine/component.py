@@ -269,15 +269,15 @@ def _any_config() -> Any:
 class _Diffusers:
     """diffusers' `ModelMixin.from_pretrained`, followed without reading a weight (0.42.1)."""
 
+    module: nn.Module
+
     def __init__(self, source: ComponentSource, *, sharded: bool, dtype: torch.dtype) -> None:
         diffusers = libraries.load("diffusers")
-        from accelerate import init_empty_weights
         from diffusers.quantizers import DiffusersAutoQuantizer
 
         model_class: Any = libraries.find_class("diffusers", source.class_name)
         model_class = _remapped(model_class, source)
-        with _default_dtype(dtype), init_empty_weights():
-            self.module: nn.Module = model_class.from_config(dict(source.config))
+        self.module = _on_meta(model_class, source.config, dtype)
         self.default_skips: Sequence[str] = ()
         self._fixes_names = not sharded  # as stock does: deprecated attention names are only mended in single files
         self._dtype = dtype
@@ -310,6 +310,22 @@ class _Diffusers:
 
     def optional(self, name: str) -> bool:  # noqa: ARG002
         return False
+
+
+def _on_meta(model_class: Any, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+    """A diffusers class without storage, buffers included: SD3.5's table of positions alone takes 0.9 GB to compute.
+
+    A class that looks at values while it is built fails there; then, as in stock, only its parameters go without.
+    """
+    from accelerate import init_empty_weights
+
+    with _default_dtype(dtype), init_empty_weights():
+        try:
+            with torch.device("meta"):
+                module: nn.Module = model_class.from_config(dict(config))
+        except Exception:  # of whatever kind; what is wrong with the config itself is raised again
+            module = model_class.from_config(dict(config))
+    return module
 
 
 def _remapped(model_class: Any, source: ComponentSource) -> Any:

@@ -11,10 +11,9 @@ def choose(name: str) -> torch.device:
     """`auto` (an accelerator if there is one) or a device's own name → a device that exists. Raises UsageError."""
     if name == "auto":
         return torch.device(available()[0])
-    device = torch.device(name)
     have = available()
     if name in have or f"{name}:0" in have:
-        return device
+        return torch.device(name)
     raise UsageError(f"there is no device {name} here", hint=f"--device is one of auto, {', '.join(have)}")
 
 

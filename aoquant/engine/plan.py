@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -154,13 +153,16 @@ class SkipPatterns:
             self._patterns.append((text, scope, re.compile(expression)))
 
     def match(self, component: str, module: str) -> str:
-        """The first pattern that covers `module` (or a module around it), or an empty string."""
+        """The first pattern that covers `module` (or a module around it), or an empty string.
+
+        component: empty where the source is a single one, whatever it was called.
+        """
         found = ""
         names = [module]
         while "." in names[-1]:
             names.append(names[-1].rpartition(".")[0])
         for text, scope, expression in self._patterns:
-            if scope in ("", component) and any(expression.fullmatch(name) for name in names):
+            if (scope in ("", component) or not component) and any(expression.fullmatch(name) for name in names):
                 self._used.add(text)
                 found = found or text
         return found
@@ -194,7 +196,7 @@ def plan_component(
     """
     kernel = kernel_for(config, component.dtype)
     _refuse_quantized(component, entries)
-    outlines: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+    outlines = _Outlines(kernel)
     tensors: list[TensorPlan] = []
     state: dict[str, torch.Tensor] = {}
     unquantized_bytes = 0
@@ -202,15 +204,14 @@ def plan_component(
         target = component.targets[name]
         dtype = target.dtype or stored_dtype
         weight = torch.empty(target.shape, dtype=dtype, device="meta")
-        fate, reason = _decide(target, kernel, skip, component.source.name)
+        fate, reason = _decide(target, skip, component.source.name)
+        state[name] = weight
         if fate == "quantize":
-            key = target.shape, dtype
-            if key not in outlines:
-                outlines[key] = kernel.outline(weight)
-            # A wrapper of its own for each name: pickle writes an object that it meets again as a reference.
-            state[name] = outlines[key].detach()
-        else:
-            state[name] = weight
+            outline, reason = outlines.of(weight)
+            if outline is None:
+                fate = "keep"
+            else:
+                state[name] = outline
         unquantized_bytes += formats.tensor_bytes(weight)
         tensors.append(
             TensorPlan(
@@ -242,16 +243,40 @@ def plan_component(
     return plan
 
 
-def _decide(target: components.Target, kernel: Kernel, skip: SkipPatterns, component_name: str) -> tuple[Fate, str]:
+class _Outlines:
+    """What weights become, on the meta device; made once for each shape and dtype."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._known: dict[tuple[torch.Size, torch.dtype], tuple[torch.Tensor | None, str]] = {}
+
+    def of(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+        """The torchao tensor that `weight` becomes; or None, and why it cannot."""
+        key = weight.shape, weight.dtype
+        if key not in self._known:
+            self._known[key] = self._make(weight)
+        outline, reason = self._known[key]
+        # A wrapper of its own for each name: pickle writes an object that it meets again as a reference.
+        return outline if outline is None else outline.detach(), reason
+
+    def _make(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+        refusal = self._kernel.refusal(tuple(weight.shape)) if weight.numel() else "it is empty"
+        if refusal:
+            return None, refusal
+        try:
+            return self._kernel.outline(weight), ""
+        except (RuntimeError, ValueError, AssertionError) as error:  # torchao 0.18 on in_features 1, for one
+            return None, f"torchao fails on shape {list(weight.shape)}: {' '.join(str(error).split())}"
+
+
+def _decide(target: components.Target, skip: SkipPatterns, component_name: str) -> tuple[Fate, str]:
+    """What becomes of a tensor as far as the library and the user say; the config may still refuse its shape."""
     if not target.linear:
         return "copy", ""
     pattern = skip.match(component_name, target.name.rpartition(".")[0])
     if not target.quantizable:
         return "keep", target.reason
-    if pattern:
-        return "keep", f"--skip {pattern}"
-    refusal = kernel.refusal(target.shape) if math.prod(target.shape) else "it is empty"
-    return ("keep", refusal) if refusal else ("quantize", "")
+    return ("keep", f"--skip {pattern}") if pattern else ("quantize", "")
 
 
 def _in_source_order(component: Component, entries: Mapping[str, Entry]) -> Iterable[tuple[str, str, torch.dtype]]:
@@ -355,7 +380,7 @@ def _texts(
     kernel: Kernel,
     format: Format,
 ) -> dict[str, str]:
-    kept = _kept_unlike_stock(tensors, kernel)
+    kept = _kept_unlike_stock(component, tensors)
     texts = {layout.CONFIG: components.config_text(component, kernel.stock, kept=kept)}
     if len(shards) > 1:
         weight_map = {key: shard.layout.name for shard in shards for key in shard.layout.keys}
@@ -365,11 +390,10 @@ def _texts(
     return texts
 
 
-def _kept_unlike_stock(tensors: Sequence[TensorPlan], kernel: Kernel) -> list[str]:
+def _kept_unlike_stock(component: Component, tensors: Sequence[TensorPlan]) -> list[str]:
     """Modules that stock would quantize, or stumble over, and that this plan keeps."""
     return [
         tensor.name.rpartition(".")[0]
         for tensor in tensors
-        if tensor.fate == "keep"
-        and (tensor.reason.startswith("--skip ") or tensor.reason == (kernel.refusal(tensor.shape) or None))
+        if tensor.fate == "keep" and component.targets[tensor.name].quantizable
     ]

@@ -9,6 +9,7 @@ from typing import BinaryIO, Protocol
 
 import torch
 
+from aoquant.checkpoint.files import unreadable
 from aoquant.checkpoint.tensors import ITEM_BYTES, StoredTensor
 from aoquant.errors import CheckpointError
 
@@ -74,17 +75,22 @@ class FileReader:
         return memoryview(buffer)[:num_bytes]
 
     def _fill(self, file: Path, offset: int, run: memoryview) -> None:
-        handle = self._handle(file)
-        handle.seek(offset)
         got = 0
-        while got < len(run):
-            count = handle.readinto(run[got:])  # type: ignore[attr-defined]
-            if not count:
-                raise CheckpointError(
-                    f"{file.name} ends {len(run) - got} bytes early, at byte {offset + got}",
-                    hint="the file is truncated: fetch it again",
-                )
-            got += count
+        try:
+            handle = self._handle(file)
+            handle.seek(offset)
+            while got < len(run):
+                count = handle.readinto(run[got:])  # type: ignore[attr-defined]
+                if not count:
+                    break
+                got += count
+        except OSError as error:
+            raise unreadable(file, error) from error
+        if got < len(run):
+            raise CheckpointError(
+                f"{file.name} ends {len(run) - got} bytes early, at byte {offset + got}",
+                hint="the file is truncated: fetch it again",
+            )
 
     def _handle(self, file: Path) -> BinaryIO:
         handles: dict[Path, BinaryIO] | None = getattr(self._local, "handles", None)

@@ -92,7 +92,7 @@ def stock_folder(stock_model: Callable[..., Any], tmp_path_factory: pytest.TempP
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Flux transformer with some weights of about a million values. Do not write there."""
     folder = tmp_path_factory.mktemp("wide")
-    model = diffusers.FluxTransformer2DModel(**tiny.MODELS["flux"].config | {
+    model = diffusers.FluxTransformer2DModel(**dict(tiny.MODELS["flux"].config) | {
         "attention_head_dim": 128, "num_attention_heads": 4, "axes_dims_rope": (32, 48, 48),
         "joint_attention_dim": 272, "in_channels": 48,
     })  # fmt: skip

@@ -159,7 +159,7 @@ def test_plain_tensors_of_every_dtype_are_what_torch_save_writes(tmp_path: Path)
     stock.assert_same_state(torch.load(path, weights_only=True, mmap=True), state)
 
 
-@pytest.mark.parametrize("config_text", ["int8wo", "int8dq", "fp8wo", "fp8dq", "fp8dqrow", "uint4wo", "int4dq"])
+@pytest.mark.parametrize("config_text", ["int8wo", "fp8wo", "uint4wo", "int4dq"])
 @pytest.mark.parametrize("name", ["flux", "t5", "clip_text"])
 def test_a_whole_component_is_what_torch_save_writes(
     name: str, config_text: str, made: Make, stock_model: Make, tmp_path: Path
@@ -217,6 +217,7 @@ def test_a_bin_of_more_than_4_gib_by_its_directory(tmp_path: Path) -> None:
     assert [entry.shape for entry in report.components[0].entries.values()] == [tuple(v.shape) for v in state.values()]
 
 
+@pytest.mark.slow
 def test_a_bin_of_more_than_65535_records(tmp_path: Path) -> None:
     """The old end record counts in 16 bits."""
     state = {f"m.{number}": torch.empty(1, dtype=torch.uint8, device="meta") for number in range(66_000)}
@@ -225,8 +226,9 @@ def test_a_bin_of_more_than_65535_records(tmp_path: Path) -> None:
     path = write(tmp_path, layout, values)
     with zipfile.ZipFile(path) as archive:
         assert len(archive.infolist()) == 66_003
-    loaded = torch.load(path, weights_only=True, mmap=True)
-    assert len(loaded) == 66_000 and loaded["m.65999"].item() == 65_999 % 251
+    reader: Any = torch._C.PyTorchFileReader(str(path))  # torch.load takes 13 s
+    assert len(reader.get_all_records()) == 66_003
+    assert reader.get_record("data/65999") == bytes([65_999 % 251])
 
 
 # --- .safetensors ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -108,21 +109,20 @@ def is_writing(folder: Path, target: str) -> bool:
     return any(path.stat().st_size > 10e6 for path in folder.glob(f".{target}.*/*.bin"))
 
 
-def interrupt(
-    number: int, targets: tuple[str, ...], model: Path, old: Path, folder: Path
-) -> dict[str, tuple[int, str]]:
-    """Send the signal to one process for each target, side by side, once each writes: exit code and stderr."""
-    over = folder / "over"
-    over.mkdir()
-    for path in old.iterdir():
-        (over / path.name).write_bytes(path.read_bytes())
+def interrupt(number: int, model: Path, old: Path, folder: Path) -> dict[str, tuple[int, str]]:
+    """Send the signal to one process for each target, side by side, each as soon as it writes: exit code and stderr."""
+    shutil.copytree(old, folder / "over")
     ended = {}
-    commands = {target: ["quantize", str(model), *ARGUMENTS, "-o", target] for target in targets}
-    with started(commands["fresh"], folder) as first, started(commands["over"], folder) as second:
-        for target, process in (("fresh", first), ("over", second)):
-            until(lambda target=target: is_writing(folder, target), process)  # type: ignore[misc]
-            process.send_signal(number)
-        for target, process in (("fresh", first), ("over", second)):
+    commands = {target: ["quantize", str(model), *ARGUMENTS, "-o", target] for target in TARGETS}
+    with started(commands["fresh"], folder) as fresh, started(commands["over"], folder) as over:
+        processes = {"fresh": fresh, "over": over}
+        waiting = dict(processes)
+        while waiting:
+            target = next(iter(waiting))
+            until(lambda: any(is_writing(folder, target) for target in waiting), waiting[target])
+            for target in [target for target in waiting if is_writing(folder, target)]:
+                waiting.pop(target).send_signal(number)
+        for target, process in processes.items():
             out, err = process.communicate(timeout=60)
             assert out == ""
             ended[target] = process.returncode, err
@@ -132,7 +132,7 @@ def interrupt(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", UNWINDING, ids=name_of)
 def test_an_interrupt_leaves_everything_as_it_was(number: int, model: Path, old: Path, tmp_path: Path) -> None:
-    ended = interrupt(number, TARGETS, model, old, tmp_path)
+    ended = interrupt(number, model, old, tmp_path)
     for target in TARGETS:
         code, err = ended[target]
         assert code == 130, err
@@ -144,7 +144,7 @@ def test_an_interrupt_leaves_everything_as_it_was(number: int, model: Path, old:
 
 @pytest.mark.slow
 def test_a_kill_leaves_the_target_absent_or_as_it_was(model: Path, old: Path, tmp_path: Path) -> None:
-    ended = interrupt(signal.SIGKILL, TARGETS, model, old, tmp_path)
+    ended = interrupt(signal.SIGKILL, model, old, tmp_path)
     assert {code for code, _ in ended.values()} == {-signal.SIGKILL}
     assert not (tmp_path / "fresh").exists()
     assert hashes(tmp_path / "over") == hashes(old)
@@ -159,8 +159,10 @@ def old_source(old: Path) -> Path:
     return tiny.save("flux", old.parent / "source")
 
 
-@pytest.mark.parametrize("number", UNWINDING, ids=name_of)
-@pytest.mark.parametrize("delay_s", [0.25, 0.6, 1.5, 2.5])
+@pytest.mark.parametrize(
+    ("delay_s", "number"),
+    [(0.25, signal.SIGINT), (0.6, signal.SIGTERM), (1.0, signal.SIGINT), (1.5, signal.SIGHUP), (2.5, signal.SIGINT)],
+)
 def test_an_interrupt_while_libraries_are_imported_is_one_line(
     number: int, delay_s: float, model: Path, tmp_path: Path
 ) -> None:

@@ -65,9 +65,7 @@ def _tokens(vocabulary: int, length: int = 8) -> torch.Tensor:
 
 
 def _flux_inputs(dtype: torch.dtype) -> Inputs:
-    grid = torch.stack(
-        torch.meshgrid(torch.zeros(1), torch.arange(2.0), torch.arange(3.0), indexing="ij"), -1
-    )
+    grid = torch.stack(torch.meshgrid(torch.zeros(1), torch.arange(2.0), torch.arange(3.0), indexing="ij"), -1)
     return {
         "hidden_states": _noise(1, 6, 16, dtype=dtype),
         "encoder_hidden_states": _noise(1, 5, 48, dtype=dtype, seed=2),
@@ -331,7 +329,7 @@ def save(
     name: str,
     folder: Path,
     *,
-    format: Format = "safetensors",  # noqa: A002 - the word that the command line uses
+    format: Format = "safetensors",
     shards: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     variant: str | None = None,
@@ -362,9 +360,7 @@ def save(
     keys = list(state)
     if layout == "shuffled":
         random.Random(seed).shuffle(keys)
-    _save_files(
-        state, list(_deal(keys, state, shards, by_size=layout != "shuffled")), name, folder, format, variant
-    )
+    _save_files(state, list(_deal(keys, state, shards, by_size=layout != "shuffled")), name, folder, format, variant)
     return folder
 
 
@@ -417,9 +413,7 @@ def _as_views(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     matrices = [key for key, value in state.items() if value.ndim == 2]
     first, second, third, fourth = matrices[0], matrices[1], matrices[-2], matrices[-1]
     result[first] = state[first].t().contiguous().t()
-    wide = torch.full(
-        (state[second].shape[0] + 3, state[second].shape[1] + 5), 7.0, dtype=state[second].dtype
-    )
+    wide = torch.full((state[second].shape[0] + 3, state[second].shape[1] + 5), 7.0, dtype=state[second].dtype)
     wide[1:-2, 2:-3] = state[second]
     result[second] = wide[1:-2, 2:-3]
     both = torch.cat([state[third].reshape(-1), state[fourth].reshape(-1)])
@@ -428,9 +422,7 @@ def _as_views(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def _deal(
-    keys: list[str], state: Mapping[str, torch.Tensor], shards: int, *, by_size: bool
-) -> Iterable[list[str]]:
+def _deal(keys: list[str], state: Mapping[str, torch.Tensor], shards: int, *, by_size: bool) -> Iterable[list[str]]:
     """`keys` in `shards` lists: runs of about equal bytes, or one to each in turn."""
     if not by_size:
         return [keys[start::shards] for start in range(shards)]

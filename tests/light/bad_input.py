@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,23 @@ def check(row: Bad, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def run(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """`main(argv)` in this process: exit code, stdout, stderr. Its signal handlers do not outlive it."""
-    handlers = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGHUP)}
+    """`main(argv)` in this process: exit code, stdout, stderr."""
     capsys.readouterr()
-    try:
+    with signals_kept():
         code = main(list(argv))
-    finally:
-        for name, handler in handlers.items():
-            signal.signal(name, handler)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+@contextlib.contextmanager
+def signals_kept() -> Iterator[None]:
+    """The signal handlers that are set within do not outlive it."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int, int]]:

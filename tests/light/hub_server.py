@@ -156,18 +156,14 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         def _route(self) -> None:
             parts = urlsplit(self.path)
             query = parse_qs(parts.query)
-            api = re.fullmatch(
-                r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+)(?:/(.*))?)?", parts.path
-            )
+            api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+)(?:/(.*))?)?", parts.path)
             if api:
                 repo_id, kind, revision, folder = (unquote(part or "") for part in api.groups())
                 repo = self._repo(repo_id)
                 self._fail_with(repo.api_status)
                 commit = self._commit(repo, revision or "main")
                 if kind == "tree":
-                    self._json(
-                        _tree(repo.commits[commit], folder, recursive="true" in query.get("recursive", ()))
-                    )
+                    self._json(_tree(repo.commits[commit], folder, recursive="true" in query.get("recursive", ())))
                 self._json(_info(repo_id, repo, commit, blobs="blobs" in query))
             resolve = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", parts.path)
             if resolve:
@@ -225,9 +221,7 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         def _json(self, value: object) -> None:
             self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-        def _error(
-            self, status: int, code: str | None, text: str, extra: dict[str, str] | None = None
-        ) -> None:
+        def _error(self, status: int, code: str | None, text: str, extra: dict[str, str] | None = None) -> None:
             headers = {"X-Error-Message": text, **({"X-Error-Code": code} if code else {}), **(extra or {})}
             self._send(status, json.dumps({"error": text}).encode(), headers)
 
@@ -325,9 +319,7 @@ def _tree(files: dict[str, bytes], folder: str, *, recursive: bool) -> list[dict
             continue
         head, slash, _ = name.removeprefix(prefix).partition("/")
         if slash:
-            entries.setdefault(
-                prefix + head, {"type": "directory", "oid": "0" * 40, "size": 0, "path": prefix + head}
-            )
+            entries.setdefault(prefix + head, {"type": "directory", "oid": "0" * 40, "size": 0, "path": prefix + head})
         if recursive or not slash:
             entry: dict[str, Any] = {
                 "type": "file",

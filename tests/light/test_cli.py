@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from aoquant.configs import CONFIGS
 from aoquant.errors import AoquantError
 from aoquant.request import Request
 from tests.light import bad_input, forge
-from tests.light.bad_input import bad, having, run, write
+from tests.light.bad_input import bad, having, run, signals_kept, write
 from tests.light.forge import TorchFile
 from tests.light.test_inspection import INT8WO, component, pipeline, safe_component
 
@@ -269,10 +268,8 @@ def caught(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 
 def request_of(command: str, argv: str, caught: list[Request]) -> Request:
-    handlers = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGHUP)}
-    assert main([command, *argv.split()]) == SeenError.exit_code
-    for name, handler in handlers.items():
-        signal.signal(name, handler)
+    with signals_kept():
+        assert main([command, *argv.split()]) == SeenError.exit_code
     (request,) = caught
     return request
 

@@ -231,9 +231,7 @@ def test_a_relative_folder_is_called_by_its_own_name(pipeline: Path, monkeypatch
     assert open_source("../tiny-flux/", components=[]).model == "tiny-flux"
 
 
-def test_a_folder_named_like_a_repository_goes_before_it(
-    pipeline: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_named_like_a_repository_goes_before_it(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(pipeline.parents[1])
     assert open_source(f"{pipeline.parent.name}/tiny-flux", components=[]).repo_id is None
 
@@ -574,9 +572,7 @@ def test_offline_says_what_is_not_cached(
     ("pattern", "words"),
     [("*00002-of-*", "00002-of-00002"), ("*diffusion*", "the weights of transformer")],
 )
-def test_offline_a_missing_weight_file_is_named(
-    hub: HubServer, pipeline: Path, pattern: str, words: str
-) -> None:
+def test_offline_a_missing_weight_file_is_named(hub: HubServer, pipeline: Path, pattern: str, words: str) -> None:
     hub.publish(REPO, pipeline)
     folder = Path(run()["folder"]) / "transformer"
     for path in folder.glob(pattern):
