@@ -34,7 +34,7 @@ from transformers import (
     T5EncoderModel,
     T5TokenizerFast,
 )
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another model (default 0)")
     args = parser.parse_args()
-    logging.disable_progress_bar()
+    disable_progress_bar()
     tiny_flux(args.seed).save_pretrained(args.out)
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
     print(f"{args.out}: a complete FluxPipeline, {size / 1e6:.1f} MB")

@@ -78,7 +78,7 @@ class HubServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def __enter__(self) -> HubServer:  # noqa: PYI034 - typing.Self came with Python 3.11
+    def __enter__(self) -> HubServer:
         self._thread.start()
         return self
 
@@ -138,7 +138,7 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
         def do_HEAD(self) -> None:
