@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except BaseException as error:
         if signals.received or isinstance(error, KeyboardInterrupt | typer.Abort):
-            Console().error(AoquantError("interrupted", hint="nothing was left behind"))
+            _say_interrupted()
             return INTERRUPTED
         if isinstance(error, AoquantError):
             return _fail(error)
@@ -252,7 +252,30 @@ class _Signals:
         for other in self._caught:
             signal.signal(other, signal.SIG_IGN)
         self.received = True
+        if _is_importing(frame):
+            _say_interrupted()
+            os._exit(INTERRUPTED)
         raise _Interrupted
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported, and no output folder is open.
+
+    Then nothing is there to be removed, and an exception would do harm: C++ in torch 2.13 aborts on it now and then,
+    and libraries take it for a missing module.
+    """
+    importing = False
+    while frame is not None:
+        importing = importing or frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        if frame.f_globals.get("__name__") == "aoquant.engine.run":
+            return False
+        frame = frame.f_back
+    return importing
+
+
+def _say_interrupted() -> None:
+    Console().error(AoquantError("interrupted", hint="nothing was left behind"))
+    sys.stderr.flush()
 
 
 def run() -> None:

@@ -44,8 +44,8 @@ class Console:
         self._as_json = as_json
         self._quiet = quiet
         width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-        self._out = _Rich(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
-        self._err = _Rich(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._out = _Rich(file=sys.stdout, width=width, highlight=False, emoji=False)
+        self._err = _Rich(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
 
     def result(self, document: dict[str, Any], tables: Callable[[], RenderableType]) -> None:
         """The result: `document` as JSON, or `tables` for eyes."""
@@ -133,4 +133,5 @@ def size(num_bytes: int) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """One line, and nothing that a terminal would act on: names come from files."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

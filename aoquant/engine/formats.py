@@ -72,6 +72,11 @@ class FileLayout:
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)
 
+    @property
+    def framing_bytes(self) -> int:
+        """Bytes that are no tensor's data."""
+        return sum(piece.num_bytes for piece in self.pieces if not isinstance(piece, Hole))
+
 
 State = Mapping[str, torch.Tensor]
 """Names → tensors on the meta device, plain or torchao's: shapes and attributes without data."""

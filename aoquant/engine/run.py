@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from aoquant import output
+from aoquant.checkpoint.files import unreadable
 from aoquant.checkpoint.manifest import MANIFEST, FileRecord
 from aoquant.engine import component as components
 from aoquant.engine.blocks import Workers, write_tensors
@@ -139,6 +140,7 @@ def _write_component(
                     on_bytes=functools.partial(progress.add, title),
                 )
                 written = writer.finish()
+            progress.add(title, shard.layout.framing_bytes)
             yield FileRecord(path=where / written.name, num_bytes=written.num_bytes, sha256=written.sha256)
     finally:
         reader.close()
@@ -163,13 +165,27 @@ def _copy(file: OutputFile, staging: Path, progress: _Progress) -> FileRecord:
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     num_bytes = 0
-    with file.origin.open("rb") as source, target.open("xb") as copy:
-        while data := source.read(_COPY_BYTES):
+    with _source(file.origin) as source, target.open("xb") as copy:
+        while data := _read_some(source, file.origin):
             copy.write(data)
             digest.update(data)
             num_bytes += len(data)
             progress.add(str(file.path), len(data))
     return FileRecord(path=file.path, num_bytes=num_bytes, sha256=digest.hexdigest())
+
+
+def _source(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:  # of the source; one of the output would be for output.staging to explain
+        raise unreadable(path, error) from error
+
+
+def _read_some(source: BinaryIO, path: Path) -> bytes:
+    try:
+        return source.read(_COPY_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def _check(plan: Plan, staging: Path) -> None:
