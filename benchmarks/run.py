@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -45,17 +46,20 @@ def main() -> None:
 def bench(folder: Path, arguments: argparse.Namespace) -> None:
     source, twice = folder / "source", folder / "twice"
     make(source, layers=arguments.layers, single_layers=arguments.single_layers)
-    table = Table("config", "format", "stock s", "aoquant s", "ratio", "stock peak", "aoquant peak", "tensors")
+    columns = ("config", "format", "stock s", "aoquant s", "ratio", "stock peak", "aoquant peak", "tensors")
+    table = Table(*columns)
     for config, format_, against_stock in CASES:
         if arguments.only not in (None, config):
             continue
         rounds = [measure(folder, source, config, format_, against_stock) for _ in range(arguments.rounds)]
         table.add_row(config, format_, *summary(rounds))
-        Console().print(table)
+        Console(width=120).print(table)
     shutil.rmtree(source)
     make(twice, layers=2 * arguments.layers, single_layers=2 * arguments.single_layers)
     double = run("ours.py", twice, folder / "ours", "int8wo", "bin")
-    Console().print(f"with twice the layers: peak {double['peak_bytes'] / 1e6:.0f} MB, {double['work_s']:.1f} s")
+    Console(width=120).print(
+        f"twice the layers: peak {double['peak_bytes'] / 1e6:.0f} MB, {double['work_s']:.1f} s"
+    )
 
 
 def measure(folder: Path, source: Path, config: str, format_: str, against_stock: bool) -> dict[str, Any]:
@@ -70,6 +74,7 @@ def measure(folder: Path, source: Path, config: str, format_: str, against_stock
 def run(script: str, source: Path, out: Path, config: str, format_: str) -> dict[str, float]:
     names = {"stock.py": [str(out), "--config", config], "ours.py": ["--transformer", config, "-o", str(out)]}
     command = [sys.executable, str(HERE / script), str(source), *names[script], "--format", format_]
+    os.sync()  # so that no run pays for what the one before it left unwritten
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)

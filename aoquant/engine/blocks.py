@@ -243,14 +243,14 @@ def _quantizing_jobs(
 
 
 def _peak(
-    find: Callable[[torch.Tensor], torch.Tensor],
+    find: Callable[[torch.Tensor, Scratch], torch.Tensor],
     runs: Sequence[Callable[[], Iterator[tuple[int, torch.Tensor]]]],
     workers: Workers,
 ) -> torch.Tensor:
     """The largest magnitude of a whole weight: one pass over it, before the one that quantizes."""
 
     def largest(run: Callable[[], Iterator[tuple[int, torch.Tensor]]]) -> torch.Tensor:
-        return torch.stack([find(block) for _, block in run()]).amax(dim=0)
+        return torch.stack([find(block, workers.scratch) for _, block in run()]).amax(dim=0)
 
     futures = [workers.submit(functools.partial(largest, run)) for run in runs]
     return torch.stack([future.result() for future in futures]).amax(dim=0)

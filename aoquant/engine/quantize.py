@@ -59,7 +59,7 @@ class Kernel:
     refusal: Callable[[tuple[int, ...]], str]
     item: torch.dtype = torch.int8
     values_per_item: int = 1
-    peak: Callable[[torch.Tensor], torch.Tensor] | None = None
+    peak: Callable[[torch.Tensor, Scratch], torch.Tensor] | None = None
     transposed: bool = False
     streamed: str = "qdata"
 
@@ -122,6 +122,18 @@ def _extremes(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return torch.amin(values, -1, keepdim=True).to(dtype), torch.amax(values, -1, keepdim=True).to(dtype)
 
 
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def _magnitude(groups: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """Largest magnitude of the last dimension, kept as a dimension of 1: max(−min, max), and NaN where there is one.
+
+    Magnitudes are ordered like their bits, NaN above infinity, and a CPU reduces int16 7 times as fast as bfloat16.
+    """
+    magnitudes = torch.abs(groups, out=scratch.like(groups.shape, groups.dtype, groups.device))
+    return torch.amax(magnitudes.view(_BITS[groups.dtype]), -1, keepdim=True).view(groups.dtype)
+
+
 def _refuse_group(group_size: int | None) -> Callable[[tuple[int, ...]], str]:
     def refusal(shape: tuple[int, ...]) -> str:
         in_features = shape[-1]
@@ -147,10 +159,12 @@ def _int8(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
     stock = stock_config(config)
 
     def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
+        scale = (
+            (_magnitude(_grouped(block, config.group_size), scratch) / 127.5)
+            .clamp(min=torch.finfo(torch.float32).eps)
+            .to(torch.float32)
+        )
         values = _grouped(_in_float32(block, scratch), config.group_size)
-        least, greatest = _extremes(values, block.dtype)
-        greatest = torch.maximum(-least.clamp(max=0), greatest.clamp(min=0))
-        scale = (greatest / 127.5).clamp(min=torch.finfo(torch.float32).eps).to(torch.float32)
         out.view(values.shape).copy_(values.mul_(1.0 / scale).round_().clamp_(-128, 127))
         scale = scale.squeeze(-1)
         return {"scale": scale, "zero_point": torch.zeros_like(scale, dtype=torch.int8)}
@@ -182,20 +196,16 @@ def _float8(config: QuantConfig, dtype: torch.dtype) -> Kernel:
         raise UsageError(f"{config} needs --dtype bfloat16", hint="torchao scales float8 rows from bfloat16 only")
 
     def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:
-        values = _in_float32(block, scratch)
-        if peak is None:
-            least, greatest = _extremes(values, block.dtype)
-            peak = torch.maximum(-least, greatest).abs()  # not -0.0
-        scale = (peak / largest).to(torch.float32)
-        values.div_(scale).clamp_(-largest, largest)
+        scale = ((_magnitude(block, scratch) if peak is None else peak) / largest).to(torch.float32)
+        values = _in_float32(block, scratch).div_(scale).clamp_(-largest, largest)
         # torchao makes NaN of a row of zeros (0 / 0), and a model with one then draws black. Zeros are what they are.
         if bool((scale == 0).any()):
             values.nan_to_num_(nan=0.0)
         out.copy_(values)
         return {"scale": scale}
 
-    def peak_of(block: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(-block.amin(), block.amax()).abs().view(1, 1)
+    def peak_of(block: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+        return _magnitude(block, scratch).amax().view(1, 1)
 
     return Kernel(
         stock=stock,
@@ -263,15 +273,16 @@ def _intx(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
 
     def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
         groups = _grouped(block, config.group_size)
-        least, greatest = _extremes(_grouped(_in_float32(block, scratch), config.group_size), block.dtype)
-        least, greatest = least.clamp(max=0), greatest.clamp(min=0)
         smallest = torch.finfo(block.dtype).smallest_normal
-        values = scratch.like(groups.shape, block.dtype, block.device)
         if symmetric:
-            scale = (torch.maximum(-least, greatest) / ((qmax - qmin) / 2)).clamp(min=smallest)
+            scale = (_magnitude(groups, scratch) / ((qmax - qmin) / 2)).clamp(min=smallest)
             zero_point = torch.zeros_like(scale, dtype=torch.int8)
+            values = scratch.like(groups.shape, block.dtype, block.device)
             torch.mul(groups, 1.0 / scale, out=values).round_()
         else:
+            least, greatest = _extremes(_grouped(_in_float32(block, scratch), config.group_size), block.dtype)
+            least, greatest = least.clamp(max=0), greatest.clamp(min=0)
+            values = scratch.like(groups.shape, block.dtype, block.device)
             scale = ((greatest - least) / float(qmax - qmin)).clamp(min=smallest)
             zero_point = (qmin - torch.round(least / scale)).clamp(qmin, qmax).to(torch.int8)
             torch.mul(groups, 1.0 / scale, out=values).round_().add_(zero_point)

@@ -99,7 +99,7 @@ def run(kernel: Kernel, weight: torch.Tensor, *, step: int = 1 << 30) -> dict[st
     peak = None
     blocks = list(zip(torch.split(weight, step), torch.split(out, step), strict=True))
     if kernel.peak is not None:
-        peak = torch.stack([kernel.peak(block) for block, _ in blocks]).amax(dim=0)
+        peak = torch.stack([kernel.peak(block, scratch) for block, _ in blocks]).amax(dim=0)
     small: dict[str, list[torch.Tensor]] = {}
     for block, rows in blocks:
         for part, values in kernel.rows(block, rows, scratch, peak).items():
