@@ -137,12 +137,13 @@ def working_bytes(plan: ComponentPlan) -> int:
 class _Made:
     """What one job brings back.
 
-    data: the run of the streamed part, already in its place, in `buffer`. small: the other parts' rows.
+    data: the run of the streamed part, in `buffer` and already in its place; crc: its CRC-32. small: the other parts.
     """
 
     tensor: TensorPlan
     slot: Slot
     data: memoryview
+    crc: int
     buffer: torch.Tensor
     small: Parts
     is_last: bool
@@ -163,7 +164,7 @@ def write_tensors(
     jobs = (job for tensor in tensors for job in _jobs(tensor, kernel, reader, workers, writer))
     small: dict[str, list[torch.Tensor]] = {}
     for made in workers.in_order(jobs):
-        writer.seal(made.slot, made.data)
+        writer.seal(made.slot, made.data, made.crc)
         on_bytes(len(made.data))
         workers.give_back(made.buffer)
         for part, values in made.small.items():
@@ -172,8 +173,7 @@ def write_tensors(
             for part, pieces in small.items():
                 data = _as_bytes(_checked(made.tensor, part, kernel.assemble(pieces)))
                 slot = Slot(made.tensor.name, part)
-                writer.place(slot, 0, data)
-                writer.seal(slot, data)
+                writer.seal(slot, data, writer.place(slot, 0, data))
                 on_bytes(len(data))
             small = {}
 
@@ -198,8 +198,9 @@ def _copying_jobs(
         for first, size in _runs(count, CPU_BLOCK):
             out[first : first + size].copy_(reader.read(tensor.stored, start + first, size))
         data = _as_bytes(out)
-        writer.place(slot, start * tensor.dtype.itemsize, data)
-        return _Made(tensor=tensor, slot=slot, data=data, buffer=buffer, small={}, is_last=start + count == total)
+        crc = writer.place(slot, start * tensor.dtype.itemsize, data)
+        is_last = start + count == total
+        return _Made(tensor=tensor, slot=slot, data=data, crc=crc, buffer=buffer, small={}, is_last=is_last)
 
     for start, count in _runs(total, CPU_BLOCK * JOB_BLOCKS):
         yield functools.partial(copy, start, count)
@@ -235,8 +236,9 @@ def _quantizing_jobs(
         if peak is not None:
             small = {part: values[:1] for part, values in small.items()} if start == 0 else {}  # one for the tensor
         data = _as_bytes(out)
-        writer.place(slot, start * row_bytes, data)
-        return _Made(tensor=tensor, slot=slot, data=data, buffer=buffer, small=small, is_last=start + rows == num_rows)
+        crc = writer.place(slot, start * row_bytes, data)
+        is_last = start + rows == num_rows
+        return _Made(tensor=tensor, slot=slot, data=data, crc=crc, buffer=buffer, small=small, is_last=is_last)
 
     for start, rows in runs:
         yield functools.partial(quantize, start, rows)

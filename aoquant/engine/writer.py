@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from aoquant.engine.crc import crc32_combine
 from aoquant.engine.formats import FileLayout, Fixed, Hole, Slot
 
 _READ_BACK_BYTES = 1 << 20
@@ -63,19 +64,26 @@ class FileWriter:
     ) -> None:
         self._file.close()
 
-    def place(self, slot: Slot, position: int, data: memoryview) -> None:
-        """Put bytes of `slot`, from `position` of it on, into the file. Any thread may, in any order."""
+    def place(self, slot: Slot, position: int, data: memoryview) -> int:
+        """Put bytes of `slot`, from `position` of it on, into the file. Any thread may, in any order.
+
+        Returns their CRC-32 for `seal`; 0 where the format has none.
+        """
         offset = self._starts[slot] + position
         if offset + len(data) > self._ends[slot]:
             raise ValueError(f"more data for {slot} than was planned")
         self._put(offset, data)
+        return zlib.crc32(data) if self._wants_crc else 0
 
-    def seal(self, slot: Slot, data: memoryview) -> None:
-        """Take the checksums of the next bytes of `slot`, which are in place. One thread, in the slot's order."""
+    def seal(self, slot: Slot, data: memoryview, crc: int) -> None:
+        """Take the checksums of the next bytes of `slot`, which are in place. One thread, in the slot's order.
+
+        crc: what `place` returned for them.
+        """
         start = self._sealed[slot]
         self._sealed[slot] = start + len(data)
         if self._wants_crc:
-            self._crcs[slot] = zlib.crc32(data, self._crcs[slot])
+            self._crcs[slot] = crc32_combine(self._crcs[slot], crc, len(data))
         if start == self._hashed:
             self._hash.update(data)
             self._hashed += len(data)
