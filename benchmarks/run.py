@@ -57,9 +57,7 @@ def bench(folder: Path, arguments: argparse.Namespace) -> None:
     shutil.rmtree(source)
     make(twice, layers=2 * arguments.layers, single_layers=2 * arguments.single_layers)
     double = run("ours.py", twice, folder / "ours", "int8wo", "bin")
-    Console(width=120).print(
-        f"twice the layers: peak {double['peak_bytes'] / 1e6:.0f} MB, {double['work_s']:.1f} s"
-    )
+    Console(width=120).print(f"twice the layers: peak {double['peak_bytes'] / 1e6:.0f} MB, {double['work_s']:.1f} s")
 
 
 def measure(folder: Path, source: Path, config: str, format_: str, against_stock: bool) -> dict[str, Any]:
@@ -74,13 +72,22 @@ def measure(folder: Path, source: Path, config: str, format_: str, against_stock
 def run(script: str, source: Path, out: Path, config: str, format_: str) -> dict[str, float]:
     names = {"stock.py": [str(out), "--config", config], "ours.py": ["--transformer", config, "-o", str(out)]}
     command = [sys.executable, str(HERE / script), str(source), *names[script], "--format", format_]
-    os.sync()  # so that no run pays for what the one before it left unwritten
+    settle(source)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
     text = done.stdout if script == "stock.py" else done.stderr
     report: dict[str, float] = json.loads(text.strip().splitlines()[-1])
     return report
+
+
+def settle(source: Path) -> None:
+    """Start every run alike: nothing left unwritten by the one before, the source in the page cache."""
+    os.sync()
+    for file in source.iterdir():
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(1 << 24):
+                pass
 
 
 def same(left: Path, right: Path, format_: str) -> bool:

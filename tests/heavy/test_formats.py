@@ -103,8 +103,7 @@ def write(folder: Path, layout: FileLayout, state: Mapping[str, torch.Tensor]) -
 def put(writer: FileWriter, slot: Slot, values: torch.Tensor) -> None:
     array: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
     data = memoryview(array)
-    writer.place(slot, 0, data)
-    writer.seal(slot, data)
+    writer.seal(slot, data, writer.place(slot, 0, data))
 
 
 def pickled(path: Path) -> bytes:
