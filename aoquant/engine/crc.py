@@ -1,8 +1,8 @@
 """CRC-32 of two runs of bytes from that of each, so that a thread can take it of what it has in its cache.
 
-A CRC is a remainder modulo a polynomial over GF(2); appending n zero bytes multiplies it by x^(8n). The method is that
-of zlib's crc32_combine (zlib 1.2.12), which Python's zlib module does not offer. Bits are reflected: the highest bit of an
-int is the coefficient of x^0.
+A CRC is a remainder modulo a polynomial over GF(2); appending n zero bytes multiplies it by x^(8n). The method is
+that of zlib's crc32_combine (zlib 1.2.12), which Python's zlib module does not offer. Bits are reflected: the highest
+bit of an int is the coefficient of x^0.
 """
 
 from __future__ import annotations
