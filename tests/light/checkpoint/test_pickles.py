@@ -366,7 +366,7 @@ def test_nesting_and_cycles_end(stream: bytes, tmp_path: Path) -> None:
     start = time.perf_counter()
     with contextlib.suppress(CheckpointError):
         read(TorchFile().write(tmp_path / "m.bin", pickle=stream))
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 60
 
 
 def test_attributes_that_double_at_every_level_are_cut(tmp_path: Path) -> None:
@@ -487,4 +487,4 @@ def test_fifteen_hundred_quantized_tensors_take_a_moment(tmp_path: Path) -> None
         start = time.process_time()
         assert len(read_pickle_file(path).entries) == 1500
         times.append(time.process_time() - start)
-    assert min(times) < 0.5  # 0.1 s on a machine of its own
+    assert min(times) < 1.0  # 0.1 s on a machine of its own
