@@ -65,6 +65,8 @@ class Request:
 
 def make_request(model: str, components: Mapping[str, str], options: Options) -> Request:
     """Check everything that can be checked without looking at the model. Raises UsageError."""
+    if unknown := sorted(set(options) - set(Options.__annotations__)):
+        raise UsageError(f"'{unknown[0]}' is not an option", hint=f"options are {', '.join(Options.__annotations__)}")
     if not model.strip():
         raise UsageError("the model has no name", hint="name a folder or org/name")
     if not components:
@@ -88,7 +90,7 @@ def make_request(model: str, components: Mapping[str, str], options: Options) ->
         max_shard_bytes=parse_size(options.get("max_shard_size", "10GB")),
         device=device,
         dtype="float16" if dtype == "float16" else "float32" if dtype == "float32" else "bfloat16",
-        skip=tuple(options.get("skip", ())),
+        skip=(skip,) if isinstance(skip := options.get("skip", ()), str) else tuple(skip),
         full=options.get("full", False),
         revision=options.get("revision"),
         variant=options.get("variant"),

@@ -218,6 +218,8 @@ def _warnings(
                 f"{title}: {len(plan.ignored)} stored tensors are not part of {plan.source.class_name} and are left "
                 f"out, first {plan.ignored[0]}"
             )
+        if plan.config.row.family == "int4":
+            warnings.append(f"{title}: {plan.config.row.name} computes on {plan.config.row.runs_on} only")
         if plan.config.row.wants_compile:
             warnings.append(f"{title}: {plan.config.row.name} is slow without torch.compile")
         if dtype == "float16" and plan.source.library == "transformers":

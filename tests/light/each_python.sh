@@ -28,8 +28,8 @@ for version in 3.10 3.11 3.12 3.13; do
     if [ ! -e "$venv/.ready" ] || [ pyproject.toml -nt "$venv/.ready" ]; then
         "$python" -m venv "$venv"
         "$venv/bin/python" -m pip install --quiet --upgrade "pip>=25.1"
-        "$venv/bin/python" -m pip install --quiet --group light hatchling
-        "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .
+        "$venv/bin/python" -m pip install --quiet --group light
+        "$venv/bin/python" -m pip install --quiet --no-deps --editable .
         touch "$venv/.ready"
     fi
     if "$venv/bin/python" -c "import torch" 2>/dev/null; then

@@ -145,3 +145,8 @@ def test_what_is_refused_before_the_model_is_looked_at(components: dict[str, str
 def test_a_model_has_a_name(model: str) -> None:
     with pytest.raises(UsageError, match="no name"):
         make_request(model, {"unet": "int8wo"}, {})
+
+
+def test_an_unknown_keyword_is_an_error() -> None:
+    with pytest.raises(UsageError, match="'formt' is not an option"):
+        make_request("m", {"transformer": "int8wo"}, {"formt": "safetensors"})  # type: ignore[typeddict-unknown-key]
