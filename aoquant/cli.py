@@ -248,7 +248,7 @@ class _Signals:
             for number in self._caught:
                 signal.signal(number, self._interrupt)
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def _interrupt(self, _number: int, frame: FrameType | None) -> None:
         for other in self._caught:
             signal.signal(other, signal.SIG_IGN)
         self.received = True

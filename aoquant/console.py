@@ -28,7 +28,7 @@ def accept_any_text() -> None:
             stream.reconfigure(errors=errors)
 
 
-class ReaderGone(Exception):  # noqa: N818
+class ReaderGone(Exception):  # noqa: N818  (its name says no error because it is none)
     """Whoever read stdout has seen enough (`| head`), which is no error. Typer and rich would exit with 1."""
 
 

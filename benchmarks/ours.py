@@ -6,15 +6,15 @@ import time
 
 STARTED = time.perf_counter()
 
-import json  # noqa: E402
-import sys  # noqa: E402
+import json
+import sys
 
-from diffusers import FluxTransformer2DModel  # noqa: E402
-from diffusers.quantizers import DiffusersAutoQuantizer  # noqa: E402
-from peak import peak_bytes  # noqa: E402
+from diffusers import FluxTransformer2DModel
+from diffusers.quantizers import DiffusersAutoQuantizer
+from peak import peak_bytes
 
-from aoquant.cli import main  # noqa: E402
-from aoquant.engine import job, run  # noqa: E402
+from aoquant.cli import main
+from aoquant.engine import job, run
 
 if __name__ == "__main__":
     # Imported first, so that `work_s` means the same here as for stock: what the libraries take to import is left out.

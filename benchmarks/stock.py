@@ -11,17 +11,17 @@ import time
 
 STARTED = time.perf_counter()
 
-import argparse  # noqa: E402
-import json  # noqa: E402
-from pathlib import Path  # noqa: E402
+import argparse
+import json
+from pathlib import Path
 
-import torch  # noqa: E402
-from diffusers import FluxTransformer2DModel, TorchAoConfig  # noqa: E402
-from diffusers.quantizers import DiffusersAutoQuantizer  # noqa: E402
-from peak import peak_bytes  # noqa: E402
+import torch
+from diffusers import FluxTransformer2DModel, TorchAoConfig
+from diffusers.quantizers import DiffusersAutoQuantizer
+from peak import peak_bytes
 
-from aoquant.configs import parse_config  # noqa: E402
-from aoquant.engine.quantize import stock_config  # noqa: E402
+from aoquant.configs import parse_config
+from aoquant.engine.quantize import stock_config
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -36,19 +36,15 @@ DEVICE_BLOCK = 1 << 24
 JOB_BLOCKS = 2  # of a CPU's blocks: what it costs to hand a job out is then lost in the job's own work
 
 
-@dataclass(slots=True, kw_only=True)
-class Fallbacks:
-    """Tensors that the accelerator could not take, and that were worked on the CPU instead."""
-
-    names: set[str] = field(default_factory=set)
-
-
 class Workers:
-    """A few threads that run blocks. Used as a context; leaving it cancels what has not begun."""
+    """A few threads that run blocks. Used as a context; leaving it cancels what has not begun.
+
+    on_cpu: names of tensors that the accelerator could not take, and that were worked on the CPU instead.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.fallbacks = Fallbacks()
+        self.on_cpu: set[str] = set()
         self._num_threads = _num_workers()
         self._torch_threads = torch.get_num_threads()
         self._local = threading.local()
@@ -282,7 +278,7 @@ def _on_device(
             out.copy_(there)
             return {part: values.cpu() for part, values in small.items()}
         except (torch.OutOfMemoryError, NotImplementedError, TypeError):  # mps, for one, has no float8
-            workers.fallbacks.names.add(tensor.name)
+            workers.on_cpu.add(tensor.name)
     return kernel.rows(block, out, workers.scratch, peak)
 
 

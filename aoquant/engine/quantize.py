@@ -87,7 +87,7 @@ def stock_config(config: QuantConfig) -> Any:
 
 
 def _through_torchao(stock: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A outline made by torchao's own quantize_ on a throw-away Linear."""
+    """An outline made by torchao's own quantize_ on a throw-away Linear."""
     from torchao.quantization import quantize_
 
     if any(field.name == "set_inductor_config" for field in dataclasses.fields(stock)):
@@ -158,7 +158,7 @@ def _int8(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
     """Symmetric, scale = max|w| / 127.5 in the weight's dtype, kept as float32."""
     stock = stock_config(config)
 
-    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
+    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, _peak: torch.Tensor | None) -> Parts:
         scale = (
             (_magnitude(_grouped(block, config.group_size), scratch) / 127.5)
             .clamp(min=torch.finfo(torch.float32).eps)
@@ -271,7 +271,7 @@ def _intx(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
     qmin, qmax = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     symmetric = "symmetric" in config.row.traits
 
-    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
+    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, _peak: torch.Tensor | None) -> Parts:
         groups = _grouped(block, config.group_size)
         smallest = torch.finfo(block.dtype).smallest_normal
         if symmetric:
@@ -309,7 +309,7 @@ def _int4(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
     group_size = config.group_size
     assert group_size is not None
 
-    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:  # noqa: ARG001
+    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, _peak: torch.Tensor | None) -> Parts:
         groups = _grouped(_in_float32(block, scratch), group_size)
         least, greatest = _extremes(groups, torch.float32)
         scale = (greatest - least).clamp(min=1e-6) / 15

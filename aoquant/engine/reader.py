@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import torch
 
@@ -33,7 +34,7 @@ class FileReader:
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self._tensors = tensors
         self._local = threading.local()
-        self._handles: list[BinaryIO] = []
+        self._handles: list[FileIO] = []
         self._handles_lock = threading.Lock()
         self._gather_lock = threading.Lock()
         self._gathered: tuple[str, torch.Tensor] | None = None
@@ -80,7 +81,7 @@ class FileReader:
             handle = self._handle(file)
             handle.seek(offset)
             while got < len(run):
-                count = handle.readinto(run[got:])  # type: ignore[attr-defined]
+                count = handle.readinto(run[got:])
                 if not count:
                     break
                 got += count
@@ -92,8 +93,8 @@ class FileReader:
                 hint="the file is truncated: fetch it again",
             )
 
-    def _handle(self, file: Path) -> BinaryIO:
-        handles: dict[Path, BinaryIO] | None = getattr(self._local, "handles", None)
+    def _handle(self, file: Path) -> FileIO:
+        handles: dict[Path, FileIO] | None = getattr(self._local, "handles", None)
         if handles is None:
             handles = self._local.handles = {}
         if file not in handles:

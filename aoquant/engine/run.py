@@ -89,7 +89,7 @@ def write(
         plan=plan,
         device=str(device),
         files=tuple(records),
-        on_cpu=tuple(sorted(workers.fallbacks.names)),
+        on_cpu=tuple(sorted(workers.on_cpu)),
         seconds=time.perf_counter() - start,
     )
 

@@ -483,8 +483,10 @@ def test_fifteen_hundred_quantized_tensors_take_a_moment(tmp_path: Path) -> None
         file.state[f"blocks.{number}.to_q.weight"] = file.int8(2, 2)
     path = file.write(tmp_path / "m.bin")
     times = []
-    for _ in range(5):
+    for _ in range(20):
         start = time.process_time()
         assert len(read_pickle_file(path).entries) == 1500
         times.append(time.process_time() - start)
-    assert min(times) < 1.0  # 0.1 s on a machine of its own
+        if min(times) < 0.5:
+            break
+    assert min(times) < 0.5  # 0.1 s on a machine of its own
