@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from aoquant.checkpoint.config_block import ConfigBlock, disagreements, read_config_block
+from aoquant.checkpoint.config_block import ConfigBlock, disagreements, read_config_block, unknown_types
 from aoquant.checkpoint.files import list_files, quoted, read_json
 from aoquant.checkpoint.layout import (
     CONFIG,
@@ -18,12 +19,13 @@ from aoquant.checkpoint.layout import (
     locate_weights,
     variants,
 )
-from aoquant.checkpoint.manifest import MANIFEST, SCHEMA
+from aoquant.checkpoint.manifest import CARD, MANIFEST, SCHEMA, listed_files
 from aoquant.checkpoint.weights import WeightContents, read_weights
-from aoquant.errors import CheckpointError
+from aoquant.errors import CheckpointError, SourceError
 from aoquant.report import ComponentReport, FileReport, Kind, Problem, tally
 from aoquant.report import Report as Report
 
+_HASHED_BYTES = 1_000_000
 _SUFFIXES: Mapping[str, Format] = {
     ".safetensors": "safetensors", ".bin": "bin", ".pt": "bin", ".pth": "bin", ".ckpt": "bin"
 }  # fmt: skip
@@ -35,19 +37,19 @@ def inspect(path: str | Path, *, variant: str | None = None) -> Report:
     """Report on a pipeline folder, a component folder, an aoquant checkpoint, or one weight file.
 
     Reads headers and pickles only: well under 0.1 s whatever the size of the weights. Without `variant`, a
-    folder that holds only one variant of its weights is read as that. Raises CheckpointError if there is
-    nothing at `path`, or nothing that is a checkpoint; what is damaged yet can be told is among the report's
-    problems.
+    folder that holds only one variant of its weights is read as that. Raises SourceError if there is nothing at
+    `path`, CheckpointError if there is no checkpoint; what is damaged yet can be told is among the report's problems.
     """
     path = Path(path)
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
     except (OSError, ValueError) as error:  # a name too long, or with a null byte
-        raise CheckpointError(f"{quoted(path)} is no path: {error}", hint="check the path") from error
+        raise SourceError(f"{quoted(str(path))} is no path: {error}", hint="check the path") from error
     if is_file:
         return _inspect_file(path)
     if not is_folder:
-        raise CheckpointError(f"{path} does not exist", hint="check the path: a folder or a weight file")
+        what = "is neither a folder nor a file" if path.exists() else "does not exist"
+        raise SourceError(f"{quoted(str(path))} {what}", hint="check the path: a folder or a weight file")
     names = list_files(path)
     problems: list[Problem] = []
     manifest = _read(path / MANIFEST, problems) if MANIFEST in names else {}
@@ -70,7 +72,7 @@ def inspect(path: str | Path, *, variant: str | None = None) -> Report:
             )
     problems += _manifest_problems(path, manifest)
     components = [
-        _inspect_component(path, name, folder, declared.get(name, ("", "")), variant)
+        _inspect_component(path, name, folder, declared.get(name, ("", "")), variant, _config_name(manifest, name))
         for name, folder in folders.items()
     ]
     return Report(
@@ -98,6 +100,7 @@ def _inspect_file(path: Path) -> Report:
     component = _component(
         name="",
         config={},
+        config_name="",
         declared=("", ""),
         weights=files,
         contents=contents,
@@ -108,7 +111,7 @@ def _inspect_file(path: Path) -> Report:
 
 
 def _inspect_component(
-    root: Path, name: str, folder: Path, declared: tuple[str, str], variant: str | None
+    root: Path, name: str, folder: Path, declared: tuple[str, str], variant: str | None, config_name: str
 ) -> ComponentReport:
     names = list_files(folder)
     problems: list[Problem] = []
@@ -119,7 +122,7 @@ def _inspect_component(
         problems.append(Problem(severity="error", text=f"there is no {CONFIG}: the stock loaders need it"))
     located = _locate(folder, names, variant, problems)
     if located is None:
-        return _component(name=name, config=config, declared=declared, problems=problems)
+        return _component(name=name, config=config, config_name=config_name, declared=declared, problems=problems)
     contents = read_weights(located.weights)
     problems += _located_problems(located)
     problems += _contents_problems(contents)
@@ -127,6 +130,7 @@ def _inspect_component(
     return _component(
         name=name,
         config=config,
+        config_name=config_name,
         declared=declared,
         weights=located.weights,
         contents=contents,
@@ -139,6 +143,7 @@ def _component(
     *,
     name: str,
     config: Mapping[str, Any],
+    config_name: str,
     declared: tuple[str, str],
     problems: list[Problem],
     weights: WeightFiles | None = None,
@@ -154,6 +159,7 @@ def _component(
         library=_library(config) or declared[0],
         format=weights.format if weights is not None else "",
         config=block.text if block is not None else "",
+        config_name=config_name,
         entries=entries,
         tied=tied,
         tallies=tallies,
@@ -216,7 +222,13 @@ def _config_problems(config: Mapping[str, Any], weights: WeightFiles, contents: 
         # Where files could not be read, that no tensor is quantized says nothing.
         if not contents.entries:
             return []
-        return [Problem(severity="error", text=text) for text in disagreements(block, contents.entries.values())]
+        unknown = [
+            Problem(severity="warning", text=f"{CONFIG} names {name}, no torchao config that is known here")
+            for name in unknown_types(block)
+        ]
+        return unknown + [
+            Problem(severity="error", text=text) for text in disagreements(block, contents.entries.values())
+        ]
     num_quantized = sum(1 for entry in contents.entries.values() if not entry.is_plain)
     if not num_quantized:
         return []
@@ -279,32 +291,46 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _manifest_problems(root: Path, manifest: Mapping[str, Any]) -> list[Problem]:
-    """Where aoquant.json and the files disagree. Only sizes are compared: hashing would read the weights."""
+    """Where aoquant.json and the files disagree: in size, and in SHA-256 where a file is small."""
     if not manifest:
         return []
     schema = manifest.get("schema")
     if not isinstance(schema, str) or not schema.startswith(SCHEMA.partition("/")[0] + "/"):
         text = f"{MANIFEST} is of the schema {quoted(schema)}, which this version does not know"
         return [Problem(severity="warning", text=text)]
-    records = manifest.get("files")
     problems = []
-    for record in records if isinstance(records, list) else []:
-        name = record.get("path") if isinstance(record, dict) else None
-        inside = PurePosixPath(name) if isinstance(name, str) else None
-        if inside is None or inside.is_absolute() or ".." in inside.parts or quoted(name, quote=False) != name:
-            text = f"{MANIFEST} lists {quoted(name)}, which is no path within the folder"
+    for path, record in listed_files(manifest):
+        if path is None:
+            text = f"{MANIFEST} lists {quoted(record.get('path'))}, which is no path within the folder"
             problems.append(Problem(severity="warning", text=text))
-            continue
-        try:
-            num_bytes = (root / inside).stat().st_size
-        except (OSError, ValueError):
-            problems.append(Problem(severity="error", text=f"{quoted(name)}, which {MANIFEST} lists, is missing"))
-            continue
-        if num_bytes != record.get("bytes"):
-            said = quoted(record.get("bytes"), quote=False)
-            text = f"{quoted(name)} has {num_bytes:,} bytes, {MANIFEST} says {said}"
+        elif str(path) != CARD and (text := _unlike_manifest(root, path, record)):  # a card is there to be edited
             problems.append(Problem(severity="error", text=text))
     return problems
+
+
+def _unlike_manifest(root: Path, path: PurePosixPath, record: Mapping[str, Any]) -> str:
+    """How a file differs from what aoquant.json says of it; empty if it does not."""
+    name = quoted(str(path))
+    try:
+        num_bytes = (root / path).stat().st_size
+    except (OSError, ValueError):
+        return f"{name}, which {MANIFEST} lists, is missing"
+    if num_bytes != record.get("bytes"):
+        return f"{name} has {num_bytes:,} bytes, {MANIFEST} says {quoted(record.get('bytes'), quote=False)}"
+    if num_bytes > _HASHED_BYTES:
+        return ""
+    try:
+        digest = hashlib.sha256((root / path).read_bytes()).hexdigest()
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return "" if digest == record.get("sha256") else f"{name} was changed since aoquant wrote it: its SHA-256 differs"
+
+
+def _config_name(manifest: Mapping[str, Any], component: str) -> str:
+    """The config that aoquant.json says a component was made with, empty if it says nothing of the kind."""
+    records = manifest.get("components")
+    record = records.get(component) if isinstance(records, dict) else None
+    return _text(record, "config") if isinstance(record, dict) else ""
 
 
 def _read(path: Path, problems: list[Problem]) -> dict[str, Any]:

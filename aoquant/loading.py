@@ -14,7 +14,7 @@ from torch import nn
 
 from aoquant.engine import devices, libraries
 from aoquant.engine.formats import parts
-from aoquant.errors import CheckpointError, ResourceError, UnsafeError, UsageError
+from aoquant.errors import CheckpointError, ResourceError, UsageError
 from aoquant.inspection import inspect
 from aoquant.report import ComponentReport, Report
 
@@ -82,6 +82,7 @@ def load_each(folder: str | Path, *, device: str = "cpu") -> Iterator[Loaded]:
     """Load every quantized component of a folder in turn. One at a time stays in memory if the caller lets go of it."""
     place = devices.choose(device)
     report = inspect(folder)
+    report.refuse_unsafe()
     for problem in report.problems:
         if problem.severity == "error":
             raise CheckpointError(problem.text, hint=f"`aoquant inspect {folder}` shows every problem")
@@ -143,11 +144,7 @@ def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
 
 
 def _refuse_unsound(folder: Path, report: ComponentReport) -> None:
-    if report.suspicious:
-        raise UnsafeError(
-            f"{_title(report)}: unpickling it would run code: {', '.join(report.suspicious[:3])}",
-            hint="do not load it; get the checkpoint from a source you trust",
-        )
+    report.refuse_unsafe()
     for problem in report.problems:
         if problem.severity == "error":
             raise CheckpointError(

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from aoquant.checkpoint.manifest import MANIFEST
-from aoquant.errors import AoquantError, ResourceError, UsageError
+from aoquant.checkpoint.files import quoted, read_json
+from aoquant.checkpoint.manifest import MANIFEST, listed_files
+from aoquant.errors import AoquantError, CheckpointError, ResourceError, UsageError
+
+if sys.platform != "win32":
+    import fcntl
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (
@@ -29,7 +35,7 @@ def check_place(output: Path, *, overwrite: bool, source: Path | None = None) ->
     """Refuse an output that is in the way, that `overwrite` may not replace, that would swallow its `source`, or that
     cannot be made where it is.
 
-    Only folders that hold an aoquant.json, and empty ones, are ever replaced. Raises UsageError.
+    Only folders whose every file their aoquant.json lists, and empty ones, are ever replaced. Raises UsageError.
     """
     try:
         if _is_there(output):
@@ -53,17 +59,40 @@ def _is_there(output: Path) -> bool:
 
 
 def _check_replaceable(output: Path, *, overwrite: bool) -> None:
+    reason = _why_irreplaceable(output)
+    if overwrite and reason:
+        raise UsageError(f"{output} {reason}: --overwrite leaves it alone", hint="choose another --output")
+    if reason:
+        raise UsageError(f"{output} exists, and {reason}", hint="choose another --output")
     if not overwrite:
         raise UsageError(f"{output} exists", hint="choose another --output, or replace it with --overwrite")
-    if output.is_symlink() or not output.is_dir():
-        raise UsageError(f"{output} is not a folder", hint="choose another --output")
+
+
+def _why_irreplaceable(output: Path) -> str:
+    if output.is_symlink():
+        return "is a link"
+    if not output.is_dir():
+        return "is not a folder"
     if _place(output).is_mount():
-        raise UsageError(f"{output} is a mount point, which cannot be replaced", hint="choose a folder inside it")
-    if not (output / MANIFEST).is_file() and any(output.iterdir()):
-        raise UsageError(
-            f"{output} was not written by aoquant, so --overwrite leaves it alone",
-            hint="remove it yourself, or choose another --output",
-        )
+        return "is a mount point"
+    foreign = _foreign_file(output)
+    if foreign == MANIFEST:
+        return "was not written by aoquant"
+    return f"holds {quoted(foreign)}, which aoquant did not write" if foreign else ""
+
+
+def _foreign_file(output: Path) -> str:
+    """What of a folder aoquant has not written: a path in it; MANIFEST if it lacks a sound one; empty if nothing."""
+    there = [
+        path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_symlink() or not path.is_dir()
+    ]
+    if not there:
+        return MANIFEST if any(output.iterdir()) else ""
+    try:
+        listed = {str(path) for path, _ in listed_files(read_json(output / MANIFEST))}
+    except CheckpointError:
+        return MANIFEST
+    return min(set(there) - listed - {MANIFEST}, default="")
 
 
 def _try_making_a_folder(output: Path) -> None:
@@ -101,7 +130,7 @@ def staging(output: Path) -> Iterator[Path]:
     """A fresh folder beside `output`, which takes its place when the block ends well, and is removed when it does not.
 
     Raises what the block raises; an OSError becomes ResourceError (disk full), UsageError (not allowed) or a plain
-    AoquantError. Parents that had to be made go again too.
+    AoquantError. Parents that had to be made go again too, and so does what an earlier, killed run left for `output`.
     """
     made: list[Path] = []
     done = False
@@ -112,12 +141,15 @@ def staging(output: Path) -> Iterator[Path]:
             if not parent.exists():
                 parent.mkdir()
                 made.append(parent)
+        _sweep(place)
         folder = _beside(place, ".new")
         try:
             folder.mkdir()
-            yield folder
-            _put_in_place(folder, place, replaces=replaces)
+            with _held(folder):
+                yield folder
+                _put_in_place(folder, place, replaces=replaces)
             done = True
+            _sweep(place)
         finally:
             _remove(folder)
     except OSError as error:
@@ -150,8 +182,52 @@ def _place(output: Path) -> Path:
 
 def _beside(place: Path, suffix: str) -> Path:
     """An unused hidden name beside `place`. It is known before the folder is made: no interrupt falls in between."""
+    return place.parent / f"{_stem(place)}{secrets.token_hex(8)}{suffix}"
+
+
+def _stem(place: Path) -> str:
     name = os.fsencode(place.name)[:200].decode(errors="ignore")  # leave room: file systems allow 255 bytes
-    return place.parent / f".{name}.{secrets.token_hex(8)}{suffix}"
+    return f".{name}."
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Lock a temporary folder, so that another run can tell that this one is alive: a lock dies with its process."""
+    handle = _try_lock(folder)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """An open, locked handle of a folder; None if another process holds it, or this system has no such locks."""
+    if sys.platform == "win32":
+        return None
+    handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _sweep(place: Path) -> None:
+    """Remove what `kill -9` or a power cut made earlier runs leave beside `place`.
+
+    An old folder that was moved aside stays where nothing took its place: it may be the only one. So does an empty
+    new one: another run has perhaps just made it, and is about to lock it.
+    """
+    name = re.compile(re.escape(_stem(place)) + r"[0-9a-f]{16}\.(new|old)")
+    with contextlib.suppress(OSError):
+        for left in sorted(path for path in place.parent.iterdir() if name.fullmatch(path.name)):
+            needed = not place.exists() if left.name.endswith(".old") else not any(left.iterdir())
+            handle = None if needed else _try_lock(left)
+            if handle is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(handle)
 
 
 def _remove(folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aoquant.checkpoint.tensors import PLAIN, Entry
+from aoquant.errors import UnsafeError
 
 SCHEMA = "aoquant.inspect/1"
 
@@ -46,7 +47,7 @@ class Tally:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentReport:
     """One component. name: its folder's, empty where there is but one. config: its quantization in words, or
-    empty.
+    empty; config_name: the same as aoquant's manifest names it (`int8wo`), or empty.
 
     Tensors that share their bytes count once: `tied` maps the other names to the one that counts. versions:
     of what wrote it, as its files tell. other_values: names in a `.bin` that hold no tensor. suspicious: what
@@ -58,6 +59,7 @@ class ComponentReport:
     library: str
     format: str
     config: str
+    config_name: str
     entries: Mapping[str, Entry]
     tied: Mapping[str, str]
     tallies: tuple[Tally, ...]
@@ -94,6 +96,15 @@ class ComponentReport:
         """The same over the quantized tensors alone; 0 without any."""
         return _bits([tally for tally in self.tallies if tally.kind != PLAIN])
 
+    def refuse_unsafe(self) -> None:
+        """Raise UnsafeError if unpickling one of its files would run code."""
+        if self.suspicious:
+            raise UnsafeError(
+                f"{self.name or self.class_name or 'the file'}: unpickling it would run code: "
+                + ", ".join(self.suspicious[:3]),
+                hint="do not load it; get the checkpoint from a source you trust",
+            )
+
     def to_json(self, *, layers: bool = False) -> dict[str, Any]:
         found: dict[str, Any] = {
             "name": self.name,
@@ -101,6 +112,7 @@ class ComponentReport:
             "library": self.library,
             "format": self.format,
             "config": self.config,
+            "config_name": self.config_name,
             "file_bytes": self.file_bytes,
             "weight_bytes": self.weight_bytes,
             "num_parameters": self.num_parameters,
@@ -151,6 +163,11 @@ class Report:
         """Whether there is no error, of the whole or of a component."""
         every = [self.problems, *(component.problems for component in self.components)]
         return all(problem.severity != "error" for problems in every for problem in problems)
+
+    def refuse_unsafe(self) -> None:
+        """Raise UnsafeError if unpickling a file of any component would run code."""
+        for component in self.components:
+            component.refuse_unsafe()
 
     def to_json(self, *, layers: bool = False) -> dict[str, Any]:
         """The report as JSON values in a stable order, files relative to `path`; with layers, all tensors."""

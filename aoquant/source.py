@@ -26,6 +26,7 @@ from aoquant.checkpoint.layout import (
     read_index,
     read_json,
 )
+from aoquant.checkpoint.manifest import CARD, MANIFEST
 from aoquant.errors import AoquantError, CheckpointError, SourceError, UsageError
 
 # How the classes of a pipeline's weightless parts end, in diffusers 0.42 and transformers 5 (the backends are
@@ -36,7 +37,6 @@ _WEIGHTLESS = (
 _WEIGHT_SUFFIXES = frozenset({
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf",
 })  # fmt: skip
-CARD = "README.md"
 _SHARD_INDEX = re.compile(r"\.index(\.[^.]+)?\.json$")
 
 
@@ -149,11 +149,11 @@ def open_source(
 
 
 def open_component(source: Source, name: str) -> ComponentSource:
-    """The component `name` of an opened source (any name will do where the source is a single component).
+    """The component `name` of an opened source.
 
-    Raises UsageError if the pipeline has no such component; CheckpointError if its class is not one of
-    diffusers or transformers, its config is missing, contradicts model_index.json or is already quantized, or
-    its weights are incomplete.
+    Raises UsageError if the pipeline has no such component, or a single one is called what it cannot be;
+    CheckpointError if its class is not one of diffusers or transformers, its config is missing, contradicts
+    model_index.json or is already quantized, or its weights are incomplete.
     """
     library, class_name, config = _identify(source, name)
     is_pipeline = source.model_index is not None
@@ -193,6 +193,8 @@ def _parse_repository(model: str, *, revision: str | None) -> tuple[str, str | N
     if not name or name[0] in "./~" or "\\" in name or name.endswith("/") or name.count("/") > 1:
         raise SourceError(f"no such folder: {quoted(model)}", hint="check the path, or write org/name for the Hub")
     if "/" not in name:
+        if at and Path(name).is_dir():
+            raise UsageError(f"{quoted(name)} is a local folder, which has no revision", hint=f"leave out @{typed}")
         raise SourceError(
             f"{quoted(model)} is not a folder here, and does not say whose model it is",
             hint=f"write org/{quoted(name, quote=False)} for the Hub, or the path of a folder",
@@ -209,6 +211,11 @@ def _parse_repository(model: str, *, revision: str | None) -> tuple[str, str | N
 
 def _open_local(folder: Path, *, components: Collection[str], variant: str | None) -> Source:
     if not (folder / MODEL_INDEX).is_file() and not (folder / CONFIG).is_file():
+        if (folder / MANIFEST).is_file():
+            raise CheckpointError(
+                f"already quantized: {quoted(str(folder))} was written by aoquant",
+                hint="name the model that it was made from; its aoquant.json says which",
+            )
         raise CheckpointError(
             f"{quoted(str(folder))} holds neither {MODEL_INDEX} nor {CONFIG}",
             hint="name the folder of a diffusers pipeline, or of one component of it",
@@ -315,6 +322,7 @@ def _identify(source: Source, name: str) -> tuple[Library, str, Mapping[str, Any
     if source.model_index is None:
         config = read_json(source.folder / CONFIG)
         library, class_name = _class_in_config(config, model=source.model)
+        _refuse_misnamed(name, library, class_name, model=source.model)
         _refuse_quantized(config, where=CONFIG)
         return library, class_name, config
     if name not in source.components:
@@ -352,6 +360,17 @@ def _class_in_config(config: Mapping[str, Any], *, model: str) -> tuple[Library,
         f"{CONFIG} of {model} names no class: it has neither '_class_name' nor 'architectures'",
         hint="name the pipeline's folder instead, whose model_index.json gives the class",
     )
+
+
+def _refuse_misnamed(name: str, library: Library, class_name: str, *, model: str) -> None:
+    """Raise UsageError where a single component is called what it cannot be."""
+    of_transformers = name.startswith(("text_encoder", "image_encoder"))
+    of_diffusers = name.startswith(("transformer", "unet", "controlnet", "vae"))
+    if (of_transformers and library == "diffusers") or (of_diffusers and library == "transformers"):
+        kinds = {"diffusers": "transformer, unet, controlnet or vae", "transformers": "text_encoder or image_encoder"}
+        raise UsageError(
+            f"{model} is a {class_name} of {library}, not a {name}", hint=f"call it a {kinds[library]}, or what it is"
+        )
 
 
 def _refuse_quantized(config: Mapping[str, Any], *, where: str) -> None:

@@ -106,6 +106,11 @@ def read_config_block(config: Mapping[str, Any]) -> ConfigBlock | None:
     )
 
 
+def unknown_types(block: ConfigBlock) -> list[str]:
+    """The torchao configs of the block that are not known here: of another version, or misspelt."""
+    return [quoted(name) for name in block.types if name not in _FITS]
+
+
 def disagreements(block: ConfigBlock, entries: Iterable[Entry]) -> list[str]:
     """How the tensors disagree with the config, a line each; none for a config that is not known here."""
     quantized = [entry for entry in entries if not entry.is_plain]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from aoquant.checkpoint.files import quoted
+
 MANIFEST = "aoquant.json"
+CARD = "README.md"
 SCHEMA = "aoquant.manifest/1"
 
 
@@ -90,10 +93,31 @@ class Manifest:
         return json.dumps(self.to_json(), indent=2) + "\n"
 
 
-def snippet(components: Iterable[ComponentRecord], *, folder: str, format: str, dtype: str) -> str:
-    """The Python lines with which plain diffusers and transformers load the checkpoint in `folder`."""
+def listed_files(content: Mapping[str, Any]) -> Iterator[tuple[PurePosixPath | None, Mapping[str, Any]]]:
+    """The files that a parsed aoquant.json of anyone's making lists: (path, the whole record).
+
+    The path is None where it is no path within the folder, or none that could be printed.
+    """
+    records = content.get("files")
+    for record in records if isinstance(records, list) else []:
+        if not isinstance(record, dict):
+            yield None, {}
+            continue
+        name = record.get("path")
+        path = PurePosixPath(name) if isinstance(name, str) and quoted(name, quote=False, limit=1000) == name else None
+        inside = path is not None and not path.is_absolute() and ".." not in path.parts
+        yield path if inside else None, record
+
+
+def snippet(
+    components: Iterable[ComponentRecord], *, folder: str, format: str, dtype: str, rest: Origin | None = None
+) -> str:
+    """The Python lines with which plain diffusers and transformers load the checkpoint in `folder`.
+
+    rest: where the other components of the pipeline are, None if it is not one.
+    """
     records = list(components)
-    classes: dict[str, list[str]] = {}
+    classes: dict[str, list[str]] = {"diffusers": ["DiffusionPipeline"]} if rest is not None else {}
     for record in records:
         classes.setdefault(record.library, []).append(record.class_name)
     lines = ["import torch"]
@@ -108,11 +132,16 @@ def snippet(components: Iterable[ComponentRecord], *, folder: str, format: str, 
             arguments.append("use_safetensors=False")
         variable = record.name or "model"
         lines.append(f"{variable} = {record.class_name}.from_pretrained({', '.join(arguments)})")
+    if rest is not None:
+        arguments = [f'"{rest.repo_id or rest.model}"']
+        arguments += [f'{key}="{text}"' for key in ("revision", "variant") if (text := getattr(rest, key))]
+        arguments += [f"{record.name}={record.name}" for record in records]
+        lines.append(f"pipeline = DiffusionPipeline.from_pretrained({', '.join(arguments)}, dtype=torch.{dtype})")
     return "\n".join(lines) + "\n"
 
 
-def model_card(manifest: Manifest, *, title: str) -> str:
-    """A short README.md: what this is, what was done, and how to load it."""
+def model_card(manifest: Manifest, *, title: str, rest: Origin | None) -> str:
+    """A short README.md: what this is, what was done, and how to load it. rest: as for `snippet`."""
     origin = manifest.origin
     named = f"`{origin.model}`" + (f" at `{origin.revision}`" if origin.revision else "")
     front = ["---", "library_name: diffusers"]
@@ -132,7 +161,8 @@ def model_card(manifest: Manifest, *, title: str) -> str:
     body = [
         *front, "", f"# {title}", "", f"{named}, quantized with torchao by aoquant {manifest.writer}.", "",
         *rows, "", "## Loading", "", "```python",
-        snippet(manifest.components, folder=title, format=manifest.format, dtype=manifest.dtype).rstrip(), "```", "",
+        snippet(manifest.components, folder=title, format=manifest.format, dtype=manifest.dtype, rest=rest).rstrip(),
+        "```", "",
         f"Made with {versions}. `aoquant.json` lists every file with its SHA-256.", "",
     ]  # fmt: skip
     return "\n".join(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -10,7 +11,16 @@ from typing import Any, Literal
 import torch
 
 import aoquant
-from aoquant.checkpoint.manifest import MANIFEST, ComponentRecord, FileRecord, Manifest, Origin, model_card
+from aoquant.checkpoint.manifest import (
+    CARD,
+    MANIFEST,
+    ComponentRecord,
+    FileRecord,
+    Manifest,
+    Origin,
+    model_card,
+    snippet,
+)
 from aoquant.checkpoint.weights import read_weights
 from aoquant.configs import QuantConfig
 from aoquant.engine import component as components
@@ -22,7 +32,6 @@ from aoquant.errors import UnsafeError
 from aoquant.output import free_bytes
 from aoquant.source import Source, open_component
 
-CARD = "README.md"
 _NO_HASH = "0" * 64
 
 
@@ -110,7 +119,21 @@ class Plan:
         )
 
     def card(self) -> str:
-        return model_card(self.manifest(()), title=self.output.name)
+        folder = self.output.name
+        return model_card(self.manifest(()), title=folder, rest=self._rest(folder, self.source.model))
+
+    def snippet(self, *, folder: str, model: str) -> str:
+        """The Python lines that load the result from `folder`, and the rest of its pipeline from there or `model`."""
+        made = self.manifest(()).components
+        rest = self._rest(folder, model)
+        return snippet(made, folder=folder, format=self.format, dtype=self.dtype, rest=rest)
+
+    def _rest(self, folder: str, model: str) -> Origin | None:
+        if self.source.kind == "component":
+            return None
+        if any(file.kind == "copy" for file in self.files):
+            return Origin(model=folder, repo_id=None, revision=None, variant=self.source.variant)
+        return dataclasses.replace(self.manifest(()).origin, model=model)
 
 
 def make_plan(
@@ -155,7 +178,7 @@ def make_plan(
     patterns.check_used(
         [tensor.name.rpartition(".")[0] for plan in plans for tensor in plan.tensors if tensor.fate != "copy"]
     )
-    return _with_texts(
+    plan = _with_texts(
         Plan(
             source=source,
             output=output,
@@ -167,6 +190,10 @@ def make_plan(
             working_bytes=max(working_bytes(plan) for plan in plans),
         )
     )
+    if (free := free_bytes(output)) >= plan.output_bytes:
+        return plan
+    warning = f"{plan.output_bytes:,} bytes would be written, {free:,} are free on the disk of {output}"
+    return dataclasses.replace(plan, warnings=(*plan.warnings, warning))
 
 
 def _component_files(plans: Sequence[ComponentPlan]) -> list[OutputFile]:
@@ -191,8 +218,6 @@ def _copies(source: Source, configs: Mapping[str, QuantConfig]) -> list[OutputFi
 
 def _with_texts(plan: Plan) -> Plan:
     """Add the model card and the manifest, whose lengths do not depend on the hashes in it."""
-    import dataclasses
-
     card = OutputFile(path=PurePosixPath(CARD), num_bytes=len(plan.card().encode()), kind="text")
     files = (*plan.files, card)
     records = [FileRecord(path=file.path, num_bytes=file.num_bytes, sha256=_NO_HASH) for file in files]

@@ -325,7 +325,7 @@ def _refuse_pointless(plan: ComponentPlan) -> None:
         why = f": {kept.most_common(1)[0][0]}" if kept else ": it has no Linear weight"
         raise UsageError(
             f"{title}: {plan.config} would quantize none of its {sum(kept.values())} Linear weights{why}",
-            hint="choose another config, or a smaller group_size",
+            hint="leave out fewer modules" if "--skip" in why else "choose another config, or a smaller group_size",
         )
     if plan.tensor_bytes >= plan.unquantized_bytes:
         raise GateError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import time
@@ -14,10 +15,10 @@ import torch
 
 from aoquant import output
 from aoquant.checkpoint.files import unreadable
-from aoquant.checkpoint.manifest import MANIFEST, FileRecord
+from aoquant.checkpoint.manifest import CARD, MANIFEST, FileRecord
 from aoquant.engine import component as components
 from aoquant.engine.blocks import Workers, write_tensors
-from aoquant.engine.job import CARD, OutputFile, Plan
+from aoquant.engine.job import OutputFile, Plan
 from aoquant.engine.plan import ComponentPlan
 from aoquant.engine.reader import FileReader, MemoryReader, Reader
 from aoquant.engine.writer import FileWriter
@@ -141,7 +142,7 @@ def _write_component(
                 )
                 written = writer.finish()
             progress.add(title, shard.layout.framing_bytes)
-            yield FileRecord(path=where / written.name, num_bytes=written.num_bytes, sha256=written.sha256)
+            yield dataclasses.replace(written, path=where / written.path)
     finally:
         reader.close()
 

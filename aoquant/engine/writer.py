@@ -6,24 +6,15 @@ import hashlib
 import os
 import threading
 import zlib
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 
+from aoquant.checkpoint.manifest import FileRecord
 from aoquant.engine.crc import crc32_combine
 from aoquant.engine.formats import FileLayout, Fixed, Hole, Slot
 
 _READ_BACK_BYTES = 1 << 20
 _FLUSH_BYTES = 1 << 26
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFile:
-    """A finished file: its name, size, and SHA-256 in hexadecimal."""
-
-    name: str
-    num_bytes: int
-    sha256: str
 
 
 class FileWriter:
@@ -91,13 +82,13 @@ class FileWriter:
             self._advance()
         self._flush_some()
 
-    def finish(self) -> WrittenFile:
-        """Flush to the disk and close. Raises ValueError if a slot was never filled."""
+    def finish(self) -> FileRecord:
+        """Flush to the disk and close; the record's path is the file's name. ValueError if a slot was never filled."""
         if self._next < len(self._layout.pieces):
             raise ValueError(f"{self._layout.name}: {self._layout.pieces[self._next]} was not filled")
         os.fsync(self._file.fileno())
         self._file.close()
-        return WrittenFile(name=self._layout.name, num_bytes=self._hashed, sha256=self._hash.hexdigest())
+        return FileRecord(path=PurePosixPath(self._layout.name), num_bytes=self._hashed, sha256=self._hash.hexdigest())
 
     def _advance(self) -> None:
         while self._next < len(self._layout.pieces):

@@ -93,7 +93,7 @@ def write(folder: Path, layout: FileLayout, state: Mapping[str, torch.Tensor]) -
             for part, values in formats.parts(tensor).items():
                 put(writer, Slot(name, part), values)
         written = writer.finish()
-    path = folder / written.name
+    path = folder / written.path
     content = path.read_bytes()
     assert (len(content), len(content)) == (written.num_bytes, layout.num_bytes)
     assert hashlib.sha256(content).hexdigest() == written.sha256

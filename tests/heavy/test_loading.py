@@ -16,7 +16,7 @@ import torch
 import aoquant
 from aoquant import loading
 from aoquant.configs import CONFIGS
-from aoquant.errors import AoquantError, CheckpointError, UnsafeError, UsageError
+from aoquant.errors import AoquantError, CheckpointError, SourceError, UnsafeError, UsageError
 from tests.heavy import stock, tiny
 
 Folder = Callable[..., Path]
@@ -254,7 +254,7 @@ def test_unquantized_folders_and_files(tiny_folder: Folder, made: Make, tmp_path
     assert_refused(tiny_folder("flux"), CheckpointError, "holds no quantized component")
     (file,) = made("flux", "int8wo").plan.output.glob("*.bin")
     assert_refused(file, CheckpointError, "is a file")
-    assert_refused(tmp_path / "nothing", CheckpointError, "does not exist")
+    assert_refused(tmp_path / "nothing", SourceError, "does not exist")
 
 
 @FORMATS

@@ -249,7 +249,7 @@ def assert_refused(
     before = sorted(folder.parent.iterdir())
     for verb in (aoquant.plan, aoquant.quantize):
         with pytest.raises(kind, match=words) as caught:
-            verb(folder, {"transformer": config_text}, output=folder.parent / "never", **options)
+            verb(folder, {"own": config_text}, output=folder.parent / "never", **options)
         assert type(caught.value) is kind
         assert caught.value.hint and "\n" not in caught.value.message + caught.value.hint
     assert sorted(folder.parent.iterdir()) == before

@@ -207,6 +207,18 @@ def test_a_disk_that_is_too_small_is_known_before_the_first_byte(small_disk: Pat
     assert not told
 
 
+def test_a_plan_says_that_the_disk_is_too_small(small_disk: Path, tiny_folder: Folder) -> None:
+    (small_disk / "full").write_bytes(bytes(1_900_000))
+    planned = aoquant.plan(tiny_folder("flux"), INT8, output=small_disk / "out")
+    assert any("are free on the disk" in warning for warning in planned.warnings)
+
+
+def test_torchs_own_objects_name_dtype_and_device(place: Folder, tiny_folder: Folder) -> None:
+    options: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
+    result = aoquant.quantize(tiny_folder("flux"), INT8, output=place("fresh"), **options)
+    assert (result.plan.dtype, result.device) == ("float32", "cpu")
+
+
 def test_a_plan_that_needs_more_than_the_disk_has(place: Folder, tiny_folder: Folder) -> None:
     output = place("fresh")
     planned = aoquant.plan(tiny_folder("flux"), INT8, output=output)
@@ -223,7 +235,6 @@ def test_overwrite_leaves_no_file_of_the_old_checkpoint(
     file_format: str, place: Folder, made: Make, tiny_folder: Folder
 ) -> None:
     output = place("over")
-    (output / "notes.txt").write_text("of the old checkpoint")
     (output / "transformer").mkdir()
     assert len(list(output.glob("*.bin"))) > 2
     aoquant.quantize(tiny_folder("flux"), INT8, output=output, format=file_format, overwrite=True)

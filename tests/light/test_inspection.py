@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from aoquant.errors import CheckpointError
+from aoquant.errors import CheckpointError, SourceError
 from aoquant.inspection import Report, inspect
 from tests.light import forge
 from tests.light.forge import Called, Named, TorchFile
@@ -126,6 +127,10 @@ def test_a_pipeline_with_a_folder_missing_and_one_too_many(tmp_path: Path) -> No
     ]
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def checkpoint(folder: Path) -> Path:
     """An aoquant output of one component."""
     component(folder / "transformer", quantization_config=INT8WO)
@@ -137,7 +142,8 @@ def checkpoint(folder: Path) -> Path:
         "versions": {"torch": "2.13.0", "torchao": "0.18.0"},
         "components": {"transformer": {"config": "int8wo"}},
         "files": [
-            {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": "0"} for path in files
+            {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": sha256(path)}
+            for path in files
         ],
     }
     (folder / "aoquant.json").write_text(json.dumps(manifest))
@@ -147,7 +153,7 @@ def checkpoint(folder: Path) -> Path:
 def test_an_output_folder(tmp_path: Path) -> None:
     report = inspect(str(checkpoint(tmp_path / "out")))
     assert report.kind == "checkpoint" and texts(report) == []
-    assert [part.name for part in report.components] == ["transformer"]
+    assert [(part.name, part.config_name) for part in report.components] == [("transformer", "int8wo")]
     assert report.versions == {"aoquant": "0.1.0", "torch": "2.13.0", "torchao": "0.18.0"}
     assert report.source == {"model": "acme/flux"}
 
@@ -172,6 +178,21 @@ def test_manifests_that_disagree_with_the_files(files: list[Any], words: str, tm
     edit(folder / "aoquant.json", files=files)
     found = texts(inspect(folder))
     assert any(re.search(words, text) for text in found), found
+
+
+def test_a_small_file_that_was_changed(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "out")
+    config = folder / "transformer" / "config.json"
+    config.write_text(config.read_text().replace("Flux", "Flax"))
+    text = "error: 'transformer/config.json' was changed since aoquant wrote it: its SHA-256 differs"
+    assert texts(inspect(folder)) == [text]
+
+
+def test_a_model_card_may_be_changed(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "out")
+    (folder / "README.md").write_text("# Mine")
+    edit(folder / "aoquant.json", files=[{"path": "README.md", "bytes": 1, "sha256": "0"}])
+    assert texts(inspect(folder)) == []
 
 
 def test_manifests_of_another_make(tmp_path: Path) -> None:
@@ -207,7 +228,10 @@ BLOCKS: dict[str, tuple[Any, str, list[str]]] = {
         quantization("Int8DynamicActivationInt8WeightConfig"), "torchao Int8DynamicActivationInt8WeightConfig()",
         [_NO_ACTIVATIONS],
     ),
-    "unknown config": (quantization("FutureConfig"), "torchao FutureConfig()", []),
+    "unknown config": (
+        quantization("FutureConfig"), "torchao FutureConfig()",
+        ["warning: config.json names 'FutureConfig', no torchao config that is known here"],
+    ),
     "by name": (
         by_name(_default=quantization("Int8WeightOnlyConfig"), proj_out=None),
         "torchao FqnToConfig(_default=Int8WeightOnlyConfig(), proj_out=None)", [],
@@ -367,9 +391,9 @@ def test_one_shard_of_many_is_no_problem_in_itself(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_inspected(make: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=words) as raised:
+    with pytest.raises((CheckpointError, SourceError), match=words) as raised:
         inspect(make(tmp_path))
-    assert raised.value.exit_code == 4 and raised.value.hint
+    assert raised.value.exit_code == (3 if "path" in words or "exist" in words else 4) and raised.value.hint
 
 
 def test_json_is_stable_and_complete(tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ CJK = "图" * 85  # 255 bytes
 def checkpoint(folder: Path, text: str = "old") -> Path:
     """A folder that aoquant wrote."""
     folder.mkdir(parents=True)
-    (folder / MANIFEST).write_text("{}")
+    (folder / MANIFEST).write_text(json.dumps({"files": [{"path": f"{text}.bin"}]}))
     (folder / f"{text}.bin").write_text(text)
     return folder
 
@@ -60,6 +64,22 @@ def foreign(path: Path) -> None:
     (path / "thesis.tex").write_text("years of work")
 
 
+def mixed(path: Path) -> None:
+    checkpoint(path)
+    (path / "sub").mkdir()
+    (path / "sub" / "thesis.tex").write_text("years of work")
+
+
+def linked(path: Path) -> None:
+    checkpoint(path)
+    (path / "mine").symlink_to(path.parent)
+
+
+def broken_manifest(path: Path) -> None:
+    checkpoint(path)
+    (path / MANIFEST).write_text("{")
+
+
 def nested_manifest(path: Path) -> None:
     checkpoint(path / "inner")
 
@@ -74,19 +94,23 @@ def manifest_folder(path: Path) -> None:
         (foreign, "was not written by aoquant"),
         (nested_manifest, "was not written by aoquant"),
         (manifest_folder, "was not written by aoquant"),
+        (mixed, "holds 'sub/thesis.tex', which aoquant did not write"),
+        (linked, "holds 'mine', which aoquant did not write"),
+        (broken_manifest, "was not written by aoquant"),
         (Path.touch, "is not a folder"),
-        (lambda path: path.symlink_to(path.parent), "is not a folder"),
-        (lambda path: path.symlink_to(checkpoint(path.parent / "real")), "is not a folder"),
-        (lambda path: path.symlink_to("gone"), "is not a folder"),
-        (lambda path: path.symlink_to(path), "is not a folder"),
+        (lambda path: path.symlink_to(path.parent), "is a link"),
+        (lambda path: path.symlink_to(checkpoint(path.parent / "real")), "is a link"),
+        (lambda path: path.symlink_to("gone"), "is a link"),
+        (lambda path: path.symlink_to(path), "is a link"),
         (os.mkfifo, "is not a folder"),
     ],
 )
 def test_what_is_never_replaced(make: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
     make(tmp_path / "out")
     before = contents(tmp_path)
-    with pytest.raises(UsageError, match="exists"):
+    with pytest.raises(UsageError, match="exists") as raised:
         output.check_place(tmp_path / "out", overwrite=False)
+    assert "--overwrite" not in raised.value.hint  # it would be refused too
     with pytest.raises(UsageError, match=words) as raised:
         output.check_place(tmp_path / "out", overwrite=True)
     assert raised.value.hint
@@ -281,6 +305,75 @@ def test_what_came_to_be_there_meanwhile_is_not_replaced(make: Callable[[Path], 
         there = contents(tmp_path / "out")
     assert "--output" in raised.value.hint
     assert contents(tmp_path / "out") == there
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from aoquant import output
+
+rename = Path.rename
+
+def killed(self, target):
+    if self.suffix == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(self, target)
+
+Path.rename = killed
+with output.staging(Path(sys.argv[1])) as folder:
+    (folder / "new.bin").write_text("new")
+    if sys.argv[2] == "wait":
+        print("writing", flush=True)
+        sys.stdin.read()
+"""
+
+
+def killed_run(target: Path, when: str) -> None:
+    """A process that writes `target` and is killed where it would rename a folder of that suffix."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(target), when], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+
+
+needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="no locks of folders")
+
+
+@needs_locks
+def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".out.0123456789abcdef.other").mkdir()
+    killed_run(tmp_path / "out", ".new")
+    (left,) = tmp_path.glob(".out.*.new")
+    with output.staging(tmp_path / "out") as folder:
+        assert not left.exists()
+        fill(folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.0123456789abcdef.other"}
+
+
+@needs_locks
+def test_the_only_old_one_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
+    """Killed between the two renames: the old folder is beside its place."""
+    checkpoint(tmp_path / "out")
+    killed_run(tmp_path / "out", ".new")
+    assert not (tmp_path / "out").exists()
+    (aside,) = tmp_path.glob(".out.*.old")
+    with pytest.raises(KeyboardInterrupt), output.staging(tmp_path / "out"):
+        raise KeyboardInterrupt
+    assert (aside / "old.bin").read_text() == "old"
+    with output.staging(tmp_path / "out") as folder:
+        fill(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@needs_locks
+def test_a_run_that_is_alive_is_left_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "out"), "wait"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "writing\n"
+        with output.staging(tmp_path / "out") as folder:
+            fill(folder)
+        (theirs,) = tmp_path.glob(".out.*.new")
+        assert (theirs / "new.bin").read_text() == "new"
+        other.communicate("")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -216,14 +216,26 @@ def test_a_single_component_has_no_other_files(pipeline: Path) -> None:
         ("text_encoder", "transformers", "CLIPTextModel"),
     ],
 )
+@pytest.mark.parametrize("name", ["prior", "own"])
 def test_a_component_folder_is_a_source_under_any_name(
-    pipeline: Path, folder: str, library: str, class_name: str
+    pipeline: Path, name: str, folder: str, library: str, class_name: str
 ) -> None:
-    source = open_source(str(pipeline / folder), components=["unet"])
-    component = open_component(source, "unet")
-    assert (source.kind, source.model, source.components) == ("component", folder, ("unet",))
+    name = name.replace("own", folder)
+    source = open_source(str(pipeline / folder), components=[name])
+    component = open_component(source, name)
+    assert (source.kind, source.model, source.components) == ("component", folder, (name,))
     assert (component.name, component.library, component.class_name) == ("", library, class_name)
     assert component.folder == pipeline / folder
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("transformer", "text_encoder_2"), ("transformer", "image_encoder"), ("text_encoder", "unet"),
+     ("text_encoder", "transformer_2"), ("text_encoder", "vae")],
+)  # fmt: skip
+def test_a_component_folder_is_not_called_what_it_cannot_be(pipeline: Path, folder: str, name: str) -> None:
+    with pytest.raises(UsageError, match=f"not a {name}"):
+        open_component(open_source(str(pipeline / folder), components=[name]), name)
 
 
 def test_a_relative_folder_is_called_by_its_own_name(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
