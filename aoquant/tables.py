@@ -11,13 +11,14 @@ from rich import box
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from aoquant.checkpoint.files import quoted
-from aoquant.configs import ALIASES, CONFIGS, Option
+from aoquant.configs import ALIASES, CONFIGS
 from aoquant.console import size
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def configs_table() -> RenderableType:
     """Every config name: what it means, what it stores, where it runs. All can be made on any machine."""
     table = _table("config", ">bits", "weights", "options (default first)", "runs")
     for row in CONFIGS.values():
-        options = [f"{option.name}={_choices(option)}" for option in row.options]
+        options = [f"{option.name}={'|'.join(map(option.spelled, option.values))}" for option in row.options]
         table.add_row(f"[bold]{row.name}[/]", str(row.bits), row.meaning, ", ".join(options), row.runs_on)
     older = _table("config", "older spellings, accepted too")
     for row in CONFIGS.values():
@@ -41,11 +42,6 @@ def configs_table() -> RenderableType:
         ]
         older.add_row(row.name, ", ".join(names))
     return Group(table, older, Text("Every config can be made on any machine, with or without a GPU."))
-
-
-def _choices(option: Option) -> str:
-    default = "a row" if option.default is None else str(option.default)
-    return "|".join([default, *(str(choice) for choice in option.choices if choice != option.default)])
 
 
 def plan_tables(plan: Plan, *, every_tensor: bool) -> RenderableType:
@@ -86,11 +82,12 @@ def _fates(component: ComponentPlan) -> Table:
     return table
 
 
-def _component_plans(plan: Plan) -> Table:
-    table = _table("component", "class", "config", ">quantized", ">kept", ">other", ">from", ">to", ">smaller", "read")
+def _component_plans(plan: Plan) -> RenderableType:
+    columns = ("component", "class", "config", ">quantized", ">kept", ">other", ">from", ">to", ">smaller", "read")
+    rows = []
     for component in plan.components:
         shrink = component.source_bytes / component.tensor_bytes if component.tensor_bytes else 0.0
-        table.add_row(
+        rows.append((
             _cell(component.source.name or "(root)"),
             _cell(component.source.class_name),
             str(component.config),
@@ -101,8 +98,8 @@ def _component_plans(plan: Plan) -> Table:
             size(component.tensor_bytes),
             f"{shrink:.2f}×",
             "whole" if component.component.whole_reason else "streamed",
-        )
-    return table
+        ))  # fmt: skip
+    return _Shrinking(columns=columns, rows=rows, optional=("read", "class", ">other", ">from"))
 
 
 def _kept_lines(plan: Plan) -> list[RenderableType]:
@@ -123,7 +120,8 @@ def report_tables(report: Report, *, layers: bool) -> RenderableType:
     """What `inspect` found: a table for each component, versions, files and problems."""
     shown: list[RenderableType] = []
     for component in report.components:
-        title = " · ".join(filter(None, (component.name, component.class_name, component.config or "not quantized")))
+        config = component.config_name or component.config or "not quantized"
+        title = " · ".join(filter(None, (component.name, component.class_name, config)))
         shown += [_line(title, style="bold"), _component_report(component), *_report_lines(component)]
         if layers:
             shown.append(_layers(component))
@@ -161,6 +159,8 @@ def _report_lines(component: ComponentReport) -> list[RenderableType]:
     ]
     if component.num_quantized:
         lines.append(Text(f"weights  {component.quantized_bits_per_weight:.2f} bits each where quantized"))
+    if component.config_name and component.config:
+        lines.append(_line("config   " + component.config))
     if component.versions:
         lines.append(_line("versions " + _joined(component.versions)))
     lines += [_problem(problem.severity, problem.text) for problem in component.problems]
@@ -197,14 +197,35 @@ class _Columns:
 
 def loaded_tables(loaded: Sequence[LoadReport]) -> RenderableType:
     """A row for each component that was loaded."""
-    table = _table("component", "class", "weights", "dtype", "device", ">memory", ">seconds")
+    columns = ("component", "class", "weights", "dtype", "device", ">memory", ">seconds")
+    rows = []
     for component in loaded:
         weights = ", ".join(f"{count} {kind}" for kind, count in sorted(component.weights.items()))
-        table.add_row(
+        rows.append((
             _cell(component.name or "(root)"), _cell(component.class_name), weights, component.dtype, component.device,
             size(component.num_bytes), f"{component.seconds:.2f}",
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    return _Shrinking(columns=columns, rows=rows, optional=("class", "dtype"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shrinking:
+    """A table that goes without its `optional` columns, one after the other, where the terminal is too narrow."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    optional: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for count in range(len(self.optional) + 1):
+            shown = [number for number, name in enumerate(self.columns) if name not in self.optional[:count]]
+            table = _table(*(self.columns[number] for number in shown))
+            for row in self.rows:
+                table.add_row(*(row[number] for number in shown))
+            wide = options.update(max_width=10_000)
+            if Measurement.get(console, wide, table).maximum <= options.max_width:
+                break
+        yield table
 
 
 def _problem(severity: str, text: str) -> Text:
