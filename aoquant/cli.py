@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from aoquant import __version__
-from aoquant.console import Console, ReaderGone, accept_any_text
+from aoquant.console import Console, ReaderGone, accept_any_text, open_streams, silence_stdout
 from aoquant.errors import AoquantError, CheckpointError, UsageError
 from aoquant.request import Options, Request, make_request
 
@@ -108,16 +108,13 @@ def _components(named: dict[str, str | None], others: Sequence[str]) -> dict[str
 
 def _quantize(request: Request, console: Console, verbose: bool) -> None:
     from aoquant import api
-    from aoquant.checkpoint.manifest import snippet
     from aoquant.tables import result_tables
 
     with console.progress() as on_progress:
         result = api.run(request, on_progress=on_progress)
     for warning in result.plan.warnings:
         console.note(warning)
-    lines = snippet(
-        result.plan.manifest(()).components, folder=str(request.output), format=request.format, dtype=request.dtype
-    )
+    lines = result.plan.snippet(folder=str(request.output), model=request.model)
     console.result(result.to_json(snippet=lines), lambda: result_tables(result, every_tensor=verbose))
     console.code(lines.rstrip())
 
@@ -152,6 +149,7 @@ def inspect(
     console = Console(as_json=json, quiet=quiet)
     report = read(path)
     console.result(report.to_json(layers=layers), lambda: report_tables(report, layers=layers))
+    report.refuse_unsafe()
     if not report.is_sound:
         raise CheckpointError(f"{path} is not sound", hint="the report says what is wrong; fetch or make it again")
 
@@ -193,13 +191,13 @@ def options(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code (README lists them); prints at most an error and a hint of its own."""
     signals = _Signals()
+    open_streams()
     accept_any_text()
     try:
         code = app(args=list(sys.argv[1:] if argv is None else argv), prog_name="aoquant", standalone_mode=False)
         sys.stdout.flush()
-    except (ReaderGone, BrokenPipeError):
-        # Nothing more can be said there, not even when the interpreter flushes stdout on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ReaderGone, BrokenPipeError):  # whoever read stdout has seen enough, which is no error
+        silence_stdout()
         return 0
     except BaseException as error:
         if signals.received or isinstance(error, KeyboardInterrupt | typer.Abort):
@@ -207,6 +205,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return INTERRUPTED
         if isinstance(error, AoquantError):
             return _fail(error)
+        if isinstance(error, OSError) and error.filename is None:  # what has a name is not stdout
+            silence_stdout()
+            hint = "a full disk behind a redirection, for example; what was written to a folder is whole"
+            return _fail(AoquantError(f"stdout cannot be written: {error.strerror}", hint=hint))
         if isinstance(error, typer.TyperException):
             hint = "`aoquant --help` and `aoquant COMMAND --help` show how"
             return _fail(UsageError(_message(error), hint=hint))
@@ -276,8 +278,3 @@ def _is_importing(frame: FrameType | None) -> bool:
 def _say_interrupted() -> None:
     Console().error(AoquantError("interrupted", hint="nothing was left behind"))
     sys.stderr.flush()
-
-
-def run() -> None:
-    """The console script."""
-    sys.exit(main())

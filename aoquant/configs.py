@@ -15,12 +15,21 @@ Value = int | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One `key=value` that a config takes. `default` None means: not grouped, one scale per row."""
+    """One `key=value` that a config takes. `default` None, spelled `row`, means: not grouped, one scale per row."""
 
     name: str
     choices: tuple[Value, ...]
     default: Value | None
     meaning: str
+
+    @property
+    def values(self) -> tuple[Value | None, ...]:
+        """Everything that may be chosen, the default first."""
+        return (self.default, *(choice for choice in self.choices if choice != self.default))
+
+    def spelled(self, value: Value | None) -> str:
+        """`value` as a user types it."""
+        return "row" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +201,9 @@ class QuantConfig:
 
 def parse_config(text: str) -> QuantConfig:
     """Read `NAME` or `NAME:key=value,key=value`. Raises UsageError with the nearest match."""
-    name, _, tail = text.strip().partition(":")
+    name, colon, tail = text.strip().partition(":")
+    if colon and not tail.strip(", "):
+        raise UsageError(f"'{text}' names no option after its colon", hint="write for example int4wo:group_size=64")
     name = name.strip().lower()
     given = _parse_options(text, tail)
     for key, value in list(given.items()):
@@ -248,12 +259,16 @@ def _parse_options(text: str, tail: str) -> dict[str, str]:
     return given
 
 
-def _read_value(row: ConfigRow, option: Option, text: str) -> Value:
-    for choice in option.choices:
-        if str(choice) == text:
+def _read_value(row: ConfigRow, option: Option, text: str) -> Value | None:
+    for choice in option.values:
+        if option.spelled(choice) == text:
             return choice
-    choices = ", ".join(str(choice) for choice in option.choices)
+    choices = ", ".join(option.spelled(choice) for choice in sorted(option.values, key=_order))
     raise UsageError(f"{row.name} cannot take {option.name}={text}", hint=f"{option.name} is one of {choices}")
+
+
+def _order(value: Value | None) -> tuple[int, str]:
+    return (value if isinstance(value, int) else 0, str(value))
 
 
 def _nearest(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,25 @@ from aoquant.errors import AoquantError
 
 _LINE_EVERY_S = 5.0
 _PLAIN_WIDTH = 120  # where there is no terminal to ask
+
+
+def open_streams() -> None:
+    """Open a stream that was closed by who started this process (`>&-`) on nothing.
+
+    Python has None in its place, and the first file to be opened would get its number, and what libraries print there.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode))
+
+
+def silence_stdout() -> None:
+    """Let nothing more be said there, not even when the interpreter flushes stdout on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def accept_any_text() -> None:
@@ -93,10 +113,10 @@ def _bar(console: RichConsole) -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn(compact=True),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("", total=None, visible=False)
 
         def update(stage: str, done: int, total: int) -> None:
-            progress.update(task, description=escape(stage), completed=done, total=total)
+            progress.update(task, description=escape(stage), completed=done, total=total, visible=True)
 
         yield update
 

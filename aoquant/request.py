@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ class Options(TypedDict, total=False):
     """What may be said beyond the model and its components.
 
     output: the folder to write; default `./<model name>-<configs>`. format: of the weight files, `bin` or
-    `safetensors`. max_shard_size: the most bytes of tensors in one file, a number or a text such as `10GB`
-    (GB is 10⁹, GiB 2³⁰). device: where the arithmetic runs: `auto`, `cpu`, `cuda[:N]`, `xpu[:N]`, `mps`. dtype: what
-    weights are cast to first, and what stays unquantized is stored in. skip: patterns of modules to leave unquantized.
-    full: write the pipeline's other components too. revision: branch, tag or commit on the Hub. variant: such as
-    `fp16`. offline: use the Hub's cache alone. overwrite: replace an existing output that aoquant wrote.
+    `safetensors`. max_shard_size: the most bytes of tensors in one file, a number or a text such as `10GB` (GB is
+    10⁹, GiB 2³⁰). device: where the arithmetic runs: `auto`, `cpu`, `cuda[:N]`, `xpu[:N]`, `mps`. dtype: what
+    weights are cast to first, and what stays unquantized is stored in (torch's own objects do for both). skip:
+    patterns of modules to leave unquantized. full: write the pipeline's other components too. revision: branch, tag
+    or commit on the Hub. variant: such as `fp16`. offline: use the Hub's cache alone. overwrite: replace an
+    existing output that aoquant wrote.
     """
 
     output: str | Path | None
@@ -67,14 +69,16 @@ def make_request(model: str, components: Mapping[str, str], options: Options) ->
     """Check everything that can be checked without looking at the model. Raises UsageError."""
     if unknown := sorted(set(options) - set(Options.__annotations__)):
         raise UsageError(f"'{unknown[0]}' is not an option", hint=f"options are {', '.join(Options.__annotations__)}")
+    if not isinstance(components, Mapping) or not all(isinstance(text, str) for text in components.values()):
+        raise UsageError("components are not names and configs", hint='write for example {"transformer": "int8wo"}')
     if not model.strip():
         raise UsageError("the model has no name", hint="name a folder or org/name")
     if not components:
         raise UsageError("no component to quantize was named", hint="say for example --transformer int8wo")
     configs = {name: parse_config(text) for name, text in components.items()}
     format_ = options.get("format", "bin")
-    dtype = options.get("dtype", "bfloat16")
-    device = options.get("device", "auto")
+    dtype = str(options.get("dtype", "bfloat16")).removeprefix("torch.")
+    device = str(options.get("device", "auto"))
     if format_ not in get_args(Format):
         raise UsageError(f"'{format_}' is not a format", hint="--format is bin or safetensors")
     if dtype not in get_args(DType):
@@ -82,6 +86,8 @@ def make_request(model: str, components: Mapping[str, str], options: Options) ->
     if not _DEVICE.fullmatch(device):
         raise UsageError(f"'{device}' is not a device", hint="--device is auto, cpu, cuda, cuda:N, xpu or mps")
     output = options.get("output")
+    if output is not None and (not isinstance(output, str | os.PathLike) or not str(output).strip()):
+        raise UsageError(f"{output!r} is no folder's name", hint="leave --output out, or name a folder")
     return Request(
         model=model,
         configs=configs,
@@ -90,13 +96,20 @@ def make_request(model: str, components: Mapping[str, str], options: Options) ->
         max_shard_bytes=parse_size(options.get("max_shard_size", "10GB")),
         device=device,
         dtype="float16" if dtype == "float16" else "float32" if dtype == "float32" else "bfloat16",
-        skip=(skip,) if isinstance(skip := options.get("skip", ()), str) else tuple(skip),
+        skip=_skip(options.get("skip", ())),
         full=options.get("full", False),
         revision=options.get("revision"),
         variant=options.get("variant"),
         offline=options.get("offline", False),
         overwrite=options.get("overwrite", False),
     )
+
+
+def _skip(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise UsageError("--skip takes patterns of module names", hint="write for example --skip proj_out")
+    return found
 
 
 def default_output(model: str, configs: Sequence[QuantConfig]) -> str:

@@ -18,8 +18,13 @@ from aoquant.errors import CheckpointError
 
 Library = Literal["diffusers", "transformers"]
 
-# Loggers that speak while torch 2.13, torchao 0.18 and diffusers 0.42 are imported on a machine without a GPU.
-_NOISY = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
+# Loggers that speak while torch 2.13, torchao 0.18 and diffusers 0.42 are imported on a machine without a GPU, or while
+# a checkpoint loads whose faults `loading` reports itself.
+_NOISY = (
+    "torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer", "diffusers.configuration_utils",
+    "diffusers.models.modeling_utils", "diffusers.models.model_loading_utils", "transformers.modeling_utils",
+    "transformers.utils.loading_report",
+)  # fmt: skip
 
 
 class _Silence(logging.Filter):

@@ -312,7 +312,7 @@ REQUESTS = [
 ]  # fmt: skip
 
 LOADS = [
-    bad("load nothing", "load gone", 4, "gone", "does not exist"),
+    bad("load nothing", "load gone", 3, "gone", "does not exist"),
     bad("load a file", f"load safe/transformer/{D}.safetensors", 4, "is a file"),
     bad("load what is not quantized", "load pipe", 4, "no quantized component", "aoquant quantize"),
     bad("load onto a device that is not there", "load safe --device cuda:7", 2, "cuda:7", "cpu"),
@@ -369,12 +369,13 @@ def test_plan_refuses_as_quantize_does(
     bad_input.check(plan, work, monkeypatch, capsys)
 
 
-def test_load_runs_no_code_from_a_bin(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a checkpoint that was made by hand: aoquant's own manifest would tell of the changed size first."""
+@pytest.mark.parametrize("argv", ["load done/transformer", "load done", "inspect done"])
+def test_no_code_runs_from_a_bin(argv: str, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor does another fault of the same file, its size, decide the exit code."""
     shard = sorted((work / "done" / "transformer").glob("*.bin"))[0]
     evil(shard.relative_to(work).as_posix())(work)
-    code, out, err = run(["load", "done/transformer"], capsys)
-    assert (code, out) == (5, "")
+    code, out, err = run(argv.split(), capsys)
+    assert (code, bool(out)) == (5, argv.startswith("inspect"))
     assert "system" in err and "run code" in err
     assert not (work / "ran").exists()
 
@@ -469,17 +470,34 @@ def test_the_document_of_quantize_tells_what_is_on_the_disk(work: Path, capsys: 
         assert hashlib.sha256((work / "out" / file["path"]).read_bytes()).hexdigest() == file["sha256"]
 
 
+@pytest.fixture(scope="session")
+def whole_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The complete Flux pipeline that `make demo` begins with."""
+    folder = tmp_path_factory.mktemp("whole") / "tiny-flux"
+    subprocess.run([sys.executable, str(ROOT / "examples" / "make_tiny_flux.py"), str(folder)], check=True, timeout=300)
+    return folder
+
+
+@pytest.mark.parametrize("full", [[], ["--full"]], ids=["", "full"])
 @pytest.mark.parametrize("format_", ["bin", "safetensors"])
 def test_the_snippet_that_is_printed_loads_the_result(
-    format_: str, work: Path, capsys: pytest.CaptureFixture[str]
+    format_: str,
+    full: list[str],
+    whole_pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    argv = ["quantize", *BOTH, "-o", "out", "--format", format_]
+    monkeypatch.chdir(tmp_path)
+    argv = ["quantize", str(whole_pipeline), *BOTH[1:], "-o", "out", "--format", format_, *full]
     _, out, _ = run([*argv, "--json"], capsys)
     snippet = json.loads(out)["snippet"]
     namespace: dict[str, Any] = {}
     exec(snippet, namespace)
     assert type(namespace["transformer"].proj_out.weight.data).__name__ == "Int8Tensor"
     assert type(namespace["text_encoder_2"]).__name__ == "T5EncoderModel"
+    assert namespace["pipeline"].transformer is namespace["transformer"]
+    assert namespace["pipeline"].vae.dtype == torch.bfloat16
     _, out, _ = run([*argv, "--overwrite"], capsys)
     assert out.endswith(snippet)
 

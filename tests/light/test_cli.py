@@ -88,6 +88,7 @@ ROWS = [
     bad("value that an option lacks", "quantize pipe --transformer int4wo:group_size=48", 2, "group_size=48", "64"),
     bad("option without =", "quantize pipe --transformer int4wo:group_size", 2, "'group_size'", "key=value"),
     bad("option given twice", "plan pipe --vae int4wo:group_size=64,group_size=32", 2, "'group_size'", "twice"),
+    bad("colon without an option", "quantize pipe --transformer int8wo:", 2, "no option after its colon"),
     bad("uintx without bits", "quantize pipe --transformer uintx", 2, "uint1wo to uint7wo"),
     # Components.
     bad("no component", "quantize pipe", 2, "no component", "--transformer int8wo"),
@@ -102,6 +103,7 @@ ROWS = [
         make=pipe,
     ),
     bad("component without weights", "plan pipe --component tokenizer=int8wo", 2, "'tokenizer'", "weights", make=pipe),
+    bad("text encoder that is none", "plan one --text-encoder int8wo", 2, "one is a", "not a text_encoder", make=one),
     bad("two configs for one component", "quantize one --unet int8wo --vae int8wo", 2, "unet, vae", make=one),
     # Other values.
     bad("no size", f"{QUANTIZE_PIPE} --max-shard-size big", 2, "'big'", "10GB"),
@@ -120,6 +122,9 @@ ROWS = [
     bad("home of nobody", f"quantize ~nobody-like-that/model {Q}", 3, "no such folder"),
     bad("folder of another system", f"quantize C:\\models\\flux {Q}", 3, "no such folder"),
     bad("name with a slash at its end", f"quantize acme/ {Q}", 3, "'acme/'"),
+    bad("revision of a bare folder", f"quantize pipe@main {Q}", 2, "local folder", "leave out @main", make=pipe),
+    bad("output of aoquant as the model", f"quantize done {Q}", 4, "already quantized", "written by aoquant",
+        make=having({"done/aoquant.json": {}})),
     bad("bare name", f"quantize FLUX.1-dev {Q}", 3, "'FLUX.1-dev'", "org/FLUX.1-dev"),
     bad("address", f"quantize https://huggingface.co/acme/x {Q}", 3, "address", "org/name"),
     bad("no repository's name", ["quantize", "acme/na me", "--transformer", "int8wo"], 3, "'acme/na me'", "org/name"),
@@ -142,7 +147,12 @@ ROWS = [
         make=model_index({"../x": ["diffusers", "UNet2DModel"]}),
     ),
     # The output.
-    bad("output exists", f"{QUANTIZE_PIPE} -o out", 2, "out exists", "--overwrite", make=beside_pipe({"out/x": ""})),
+    bad("output exists", f"{QUANTIZE_PIPE} -o out", 2, "out exists", "--overwrite",
+        make=beside_pipe({"out/aoquant.json": {}})),
+    bad("output of someone else exists", f"{QUANTIZE_PIPE} -o out", 2, "out exists, and was not written by aoquant",
+        make=beside_pipe({"out/x": ""})),
+    bad("output of ours and someone else", f"{QUANTIZE_PIPE} -o out --overwrite", 2, "holds 'notes'",
+        make=beside_pipe({"out/notes": "mine", "out/aoquant.json": {}})),
     bad(
         "default output exists", QUANTIZE_PIPE, 2, "pipe-int8wo exists",
         make=beside_pipe({"pipe-int8wo/x": ""}),
@@ -156,9 +166,9 @@ ROWS = [
     bad("output with too long a name", f"{QUANTIZE_PIPE} -o {'x' * 300}", 2, "too long", make=pipe),
     bad("output where no folders are", f"{QUANTIZE_PIPE} -o /proc/out", 2, "/proc/out", make=pipe),
     bad("output a dangling link", f"{QUANTIZE_PIPE} -o out", 2, "out exists", make=dangling),
-    bad("output a dangling link to overwrite", f"{QUANTIZE_PIPE} -o out --overwrite", 2, "not a folder", make=dangling),
+    bad("output a dangling link to overwrite", f"{QUANTIZE_PIPE} -o out --overwrite", 2, "is a link", make=dangling),
     bad("output with a null byte", [*QUANTIZE_PIPE.split(), "-o", "a\0b"], 2, "null", make=pipe),
-    bad("empty output", [*QUANTIZE_PIPE.split(), "--output="], 2, "exists", make=pipe),
+    bad("empty output", [*QUANTIZE_PIPE.split(), "--output="], 2, "no folder's name", make=pipe),
     bad("output of someone else", f"{QUANTIZE_PIPE} -o out --overwrite", 2, "was not written by aoquant",
         make=beside_pipe({"out/notes": "mine"})),
     bad("output is the source", f"{QUANTIZE_PIPE} -o pipe", 2, "pipe exists", make=pipe),
@@ -166,10 +176,11 @@ ROWS = [
         make=pipe),
     bad("output is a mount point", f"{QUANTIZE_PIPE} -o /proc --overwrite", 2, "mount point", make=pipe),
     # inspect.
-    bad("inspect nothing", "inspect gone", 4, "gone", "does not exist"),
+    bad("inspect nothing", "inspect gone", 3, "gone", "does not exist"),
+    bad("inspect no file", "inspect /dev/null", 3, "neither a folder nor a file"),
     bad("inspect an empty name", ["inspect", ""], 4, "checkpoint"),
-    bad("inspect too long a name", f"inspect {'x' * 5000}", 4, "x"),
-    bad("inspect a null byte", ["inspect", "a\0b"], 4, "path"),
+    bad("inspect too long a name", f"inspect {'x' * 5000}", 3, "x"),
+    bad("inspect a null byte", ["inspect", "a\0b"], 3, "path"),
     bad("inspect a text file", "inspect notes.txt", 4, "notes.txt", make=having({"notes.txt": "hello"})),
     bad("inspect a folder without models", "inspect empty", 4, "empty", make=empty_folder("empty")),
     bad("inspect a web page", "inspect x.safetensors", 4, "web page", make=having({"x.safetensors": "<html>"})),
@@ -415,6 +426,41 @@ def test_a_reader_that_stops_reading_is_no_error(line: str, tmp_path: Path) -> N
     )  # fmt: skip
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "0"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("line", ["configs", "configs --json", "inspect m", "inspect m --layers --json", "--help"])
+def test_a_stdout_that_is_full_is_an_error_of_one_line(line: str, tmp_path: Path) -> None:
+    safe_component(tmp_path / "m")
+    done = in_shell(f"{line} >/dev/full", tmp_path)
+    assert done.returncode == 1
+    assert [text.partition(":")[0] for text in done.stderr.splitlines()] == ["error", "hint"], done.stderr
+    assert "No space left" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", ">&- 2>&- <&-"])
+def test_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
+    done = in_shell(f"configs {closed}", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def in_shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`aoquant LINE` in a shell of its own."""
+    return subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m aoquant {line}"], cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_an_interrupt_before_anything_was_imported_is_two_lines(tmp_path: Path) -> None:
+    """Ctrl-C the moment that aoquant.cli begins to be imported, before it could take care of signals."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "aoquant", "configs"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "error: interrupted\nhint: nothing was left behind\n"
 
 
 @pytest.mark.parametrize("argv", [["configs"], ["inspect", "m", "--layers"], ["inspect", "m", "--json"]], ids=" ".join)

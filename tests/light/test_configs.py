@@ -62,7 +62,6 @@ def test_aliases_shadow_no_name_and_lead_to_one_in_one_step() -> None:
     [
         (" int8wo ", "int8wo"),
         ("INT8WO", "int8wo"),
-        ("int8wo:", "int8wo"),
         ("int4wo: group_size = 64 ", "int4wo:group_size=64"),
         ("int4wo:group_size=64,", "int4wo:group_size=64"),
         ("int4wo:group_size=128", "int4wo"),

@@ -178,7 +178,8 @@ def test_only_the_console_prints() -> None:
             or ast.unparse(node.func) in ("sys.stdout.write", "sys.stderr.write")
         )
     ]
-    assert [place for place in printing if not place.startswith("aoquant.console:")] == []
+    # __main__ speaks where an interrupt came before the console could be imported.
+    assert [place for place in printing if not place.startswith(("aoquant.console:", "aoquant.__main__:"))] == []
 
 
 # --- the public surface -----------------------------------------------------------------------------------------------

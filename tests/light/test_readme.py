@@ -19,8 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def config_line(row: ConfigRow) -> str:
     options = []
     for option in row.options:
-        default = "a row" if option.default is None else str(option.default)
-        others = [str(choice) for choice in option.choices if choice != option.default]
+        default, *others = map(option.spelled, option.values)
         options.append(f"`{option.name}={default}` (or {', '.join(others)})")
     return f"| `{row.name}` | {row.bits} | {row.meaning} | {', '.join(options)} | {row.runs_on} |"
 

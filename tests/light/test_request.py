@@ -133,9 +133,17 @@ def test_devices(device: str) -> None:
         ({"unet": "int8wo"}, {"device": "cpu:0"}, "'cpu:0'"),
         ({"unet": "int8wo"}, {"device": "CUDA"}, "'CUDA'"),
         ({"unet": "int8wo"}, {"device": "cuda\n"}, "is not a device"),
+        ("int8wo", {}, "not names and configs"),
+        ({"unet": 8}, {}, "not names and configs"),
+        ({"unet": "int8wo"}, {"dtype": 16}, "'16'"),
+        ({"unet": "int8wo"}, {"device": 0}, "'0'"),
+        ({"unet": "int8wo"}, {"skip": [1]}, "patterns"),
+        ({"unet": "int8wo"}, {"output": " "}, "no folder's name"),
+        ({"unet": "int8wo"}, {"output": 5}, "no folder's name"),
+        ({"unet": "int8wo"}, {"max_shard_size": None}, "not a size"),
     ],
 )  # fmt: skip
-def test_what_is_refused_before_the_model_is_looked_at(components: dict[str, str], options: Any, words: str) -> None:
+def test_what_is_refused_before_the_model_is_looked_at(components: Any, options: Any, words: str) -> None:
     with pytest.raises(UsageError) as raised:
         make_request("m", components, options)
     assert words in raised.value.message and raised.value.hint
