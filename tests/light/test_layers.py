@@ -18,7 +18,7 @@ import aoquant
 
 PACKAGE = Path(aoquant.__file__).parent
 HEAVY = {"torch", "torchao", "diffusers", "transformers", "accelerate", "safetensors", "numpy"}
-MAY_BE_HEAVY = {"engine", "loading"}
+MAY_BE_HEAVY = {"lowbit", "engine", "loading"}
 
 # From the bottom up. What stands in one line may not import each other, but for the modules of one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("configs", "checkpoint"),
     ("hub", "report"),
     ("source", "inspection"),
-    ("request", "output"),
+    ("request", "output", "lowbit"),
     ("engine",),
     ("loading",),
     ("api",),
