@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from aoquant.errors import UsageError
 
-Family = Literal["int8", "float8", "int4", "intx"]
+Family = Literal["int8", "float8", "int4", "intx", "lowbit"]
 Value = int | str
 
 
@@ -37,7 +37,8 @@ class ConfigRow:
     """One config name. The engine reads `family` and `traits`; everything else is for people.
 
     bits: stored bits per weight, scales left out. torchao: import path of the config class that the checkpoint's
-    config.json names. runs_on: where the quantized weight multiplies fast, or at all.
+    config.json names; unpacked: of the one that it names with `layout=unpacked`. runs_on: where the quantized weight
+    multiplies fast, or at all.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ConfigRow:
     traits: Mapping[str, Value] = field(default_factory=dict)
     options: tuple[Option, ...] = ()
     torchao: str
+    unpacked: str = ""
     runs_on: str
     wants_compile: bool = False
 
@@ -59,7 +61,23 @@ def _group(default: int | None, choices: tuple[int, ...] = _GROUP_SIZES) -> Opti
     return Option(name="group_size", choices=choices, default=default, meaning=meaning)
 
 
-_FP8_DTYPE = Option(name="dtype", choices=("e4m3", "e5m2"), default="e4m3", meaning="exponent and mantissa bits")
+def _split(default: str, *choices: str) -> Option:
+    return Option(name="dtype", choices=choices, default=default, meaning="exponent and mantissa bits")
+
+
+# Bits → how they are split where nothing is said: half of them, rounded up, for the exponent, as diffusers had it.
+_FLOATS: Mapping[int, str] = {3: "e1m1", 4: "e2m1", 5: "e2m2", 6: "e3m2", 7: "e3m3"}
+
+
+def _splits(bits: int) -> tuple[str, ...]:
+    return tuple(f"e{exponent}m{bits - 1 - exponent}" for exponent in range(1, bits))
+
+
+_LAYOUT = Option(
+    name="layout", choices=("packed", "unpacked"), default="packed", meaning="or a byte each, for torchao alone"
+)
+_LOW_BIT = "aoquant.lowbit.AoquantLowBitConfig"
+_AFTER_IMPORT = "anywhere, after `import aoquant.lowbit`"
 
 _ROWS = (
     ConfigRow(
@@ -86,7 +104,7 @@ _ROWS = (
         meaning="float8 weights, one scale per row",
         bits=8,
         family="float8",
-        options=(_FP8_DTYPE,),
+        options=(_split("e4m3", "e4m3", "e5m2"),),
         torchao="torchao.quantization.Float8WeightOnlyConfig",
         runs_on="anywhere",
     ),
@@ -132,15 +150,29 @@ _ROWS = (
     *(
         ConfigRow(
             name=f"uint{bits}wo",
-            meaning=f"{bits}-bit weights in a byte each, scale and zero point per group",
-            bits=8,
-            family="intx",
+            meaning=f"{bits}-bit weights, packed, scale and zero point per group",
+            bits=bits,
+            family="lowbit",
             traits={"weight_bits": bits},
-            options=(_group(64),),
-            torchao="torchao.quantization.IntxWeightOnlyConfig",
-            runs_on="anywhere",
+            options=(_group(64), _LAYOUT),
+            torchao=_LOW_BIT,
+            unpacked="torchao.quantization.IntxWeightOnlyConfig",
+            runs_on=_AFTER_IMPORT,
         )
         for bits in range(1, 8)
+    ),
+    *(
+        ConfigRow(
+            name=f"fp{bits}wo",
+            meaning=f"{bits}-bit float weights, packed, one scale per row",
+            bits=bits,
+            family="lowbit",
+            traits={"weight_bits": bits},
+            options=(_split(split, *_splits(bits)),),
+            torchao=_LOW_BIT,
+            runs_on=_AFTER_IMPORT,
+        )
+        for bits, split in _FLOATS.items()
     ),
 )
 
@@ -169,6 +201,13 @@ ALIASES: Mapping[str, str] = {
     "float8dq_row": "fp8dqrow",
     "float8dqrow": "fp8dqrow",
     **{f"uint{bits}_weight_only": f"uint{bits}wo" for bits in range(1, 8)},
+    **{f"fp{bits}": f"fp{bits}wo" for bits in _FLOATS},
+    **{
+        spelling.format(bits, split): f"fp{bits}wo" if split == default else f"fp{bits}wo:dtype={split}"
+        for bits, default in _FLOATS.items()
+        for split in _splits(bits)
+        for spelling in ("fp{}_{}wo", "fp{}wo_{}", "fp{}_{}")
+    },
     **{
         f"{name}:dtype={spelling}": f"uint{bits}wo"
         for bits in range(1, 8)
@@ -192,6 +231,16 @@ class QuantConfig:
             if self.options[option.name] != option.default
         ]
         return self.row.name + (":" + ",".join(given) if given else "")
+
+    @property
+    def torchao(self) -> str:
+        """Import path of the config class that config.json names."""
+        return self.row.unpacked if self.options.get("layout") == "unpacked" else self.row.torchao
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the checkpoint holds aoquant's own tensor class."""
+        return self.torchao == _LOW_BIT
 
     @property
     def group_size(self) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from aoquant.checkpoint.tensors import PLAIN, Entry
+from aoquant.checkpoint.tensors import LOW_BIT, LOW_BIT_MODULE, PLAIN, Entry
 from aoquant.errors import UnsafeError
 
 SCHEMA = "aoquant.inspect/1"
@@ -87,6 +87,11 @@ class ComponentReport:
         return sum(tally.count for tally in self.tallies if tally.kind != PLAIN)
 
     @property
+    def needs(self) -> str:
+        """The module to import before plain diffusers and transformers load it; empty if none."""
+        return LOW_BIT_MODULE if any(tally.kind == LOW_BIT for tally in self.tallies) else ""
+
+    @property
     def bits_per_weight(self) -> float:
         """Bits that a parameter takes on average, scales included; 0 without any."""
         return _bits(self.tallies)
@@ -113,6 +118,7 @@ class ComponentReport:
             "format": self.format,
             "config": self.config,
             "config_name": self.config_name,
+            "needs": self.needs,
             "file_bytes": self.file_bytes,
             "weight_bytes": self.weight_bytes,
             "num_parameters": self.num_parameters,

@@ -159,6 +159,8 @@ def _report_lines(component: ComponentReport) -> list[RenderableType]:
     ]
     if component.num_quantized:
         lines.append(Text(f"weights  {component.quantized_bits_per_weight:.2f} bits each where quantized"))
+    if component.needs:
+        lines.append(Text(f"loads    after `import {component.needs}`"))
     if component.config_name and component.config:
         lines.append(_line("config   " + component.config))
     if component.versions:

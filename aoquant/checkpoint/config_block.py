@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from aoquant.checkpoint.files import quoted
 from aoquant.checkpoint.header import attribute_text
-from aoquant.checkpoint.tensors import Entry
+from aoquant.checkpoint.tensors import LOW_BIT, Entry
 
 
 class _Fit(NamedTuple):
@@ -38,6 +38,7 @@ _FITS: Mapping[str, _Fit] = {
         "Int4MarlinSparseTensor", "Int4OpaqueTensor", "AffineQuantizedTensor",
     ),
     "IntxWeightOnlyConfig": _fit("IntxUnpackedToInt8Tensor", "AffineQuantizedTensor"),
+    "AoquantLowBitConfig": _fit(LOW_BIT),
     "UIntXWeightOnlyConfig": _fit("AffineQuantizedTensor"),
     "Int8DynamicActivationIntxWeightConfig": _fit(
         "IntxUnpackedToInt8Tensor", "IntxOpaqueTensor", "LinearActivationQuantizedTensor"
@@ -122,12 +123,7 @@ def disagreements(block: ConfigBlock, entries: Iterable[Entry]) -> list[str]:
     if not fits or len(fits) != len(block.types):
         return []
     named = " or ".join(block.types)
-    # aoquant's own classes stand in for torchao's (`aoquant.lowbit`).
-    wrong = [
-        entry
-        for entry in quantized
-        if not any(entry.kind in fit.kinds for fit in fits) and not entry.module.startswith("aoquant.")
-    ]
+    wrong = [entry for entry in quantized if not any(entry.kind in fit.kinds for fit in fits)]
     if wrong:
         first = f"the first is {quoted(wrong[0].name)}, {_article(wrong[0].kind)}"
         return [f"config.json says {named}, yet {len(wrong)} tensors are none that it makes, {first}"]

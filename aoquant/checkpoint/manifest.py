@@ -26,12 +26,17 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentRecord:
-    """What became of one component. kept: reason → number of Linear weights left unquantized for it."""
+    """What became of one component.
+
+    kept: reason → number of Linear weights left unquantized for it. needs: the module that has to be imported before
+    plain diffusers and transformers load it, empty if none.
+    """
 
     name: str
     library: str
     class_name: str
     config: str
+    needs: str
     num_quantized: int
     kept: Mapping[str, int]
     num_other: int
@@ -77,6 +82,7 @@ class Manifest:
                     "library": record.library,
                     "class": record.class_name,
                     "config": record.config,
+                    "needs": record.needs,
                     "quantized": record.num_quantized,
                     "kept": dict(record.kept),
                     "other": record.num_other,
@@ -120,7 +126,8 @@ def snippet(
     classes: dict[str, list[str]] = {"diffusers": ["DiffusionPipeline"]} if rest is not None else {}
     for record in records:
         classes.setdefault(record.library, []).append(record.class_name)
-    lines = ["import torch"]
+    needed = sorted({record.needs for record in records if record.needs})
+    lines = [*(f"import {module}" for module in needed), "import torch"]
     lines += [f"from {library} import {', '.join(sorted(set(names)))}" for library, names in sorted(classes.items())]
     lines.append("")
     for record in records:
@@ -158,9 +165,14 @@ def model_card(manifest: Manifest, *, title: str, rest: Origin | None) -> str:
             f"| {sum(record.kept.values())} | {record.num_other} |"
         )
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    needed = sorted({record.needs for record in manifest.components if record.needs})
+    loading = [
+        f"`import {module}` comes first: the weights are of a class that aoquant brings (`pip install aoquant`)."
+        for module in needed
+    ]
     body = [
         *front, "", f"# {title}", "", f"{named}, quantized with torchao by aoquant {manifest.writer}.", "",
-        *rows, "", "## Loading", "", "```python",
+        *rows, "", "## Loading", "", *loading, *[""][: len(loading)], "```python",
         snippet(manifest.components, folder=title, format=manifest.format, dtype=manifest.dtype, rest=rest).rstrip(),
         "```", "",
         f"Made with {versions}. `aoquant.json` lists every file with its SHA-256.", "",

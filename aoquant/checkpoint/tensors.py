@@ -9,6 +9,10 @@ from pathlib import Path
 
 PLAIN = "Tensor"
 """The `kind` of an entry that is an ordinary tensor."""
+LOW_BIT = "LowBitTensor"
+"""The `kind` of aoquant's own tensor class."""
+LOW_BIT_MODULE = "aoquant.lowbit"
+"""What has to be imported before anything loads such a tensor."""
 
 # torch's dtype names → bytes per element. Sub-byte integers (torch.int4 …) are only ever attributes, never stored.
 ITEM_BYTES: Mapping[str, int] = {

@@ -125,8 +125,8 @@ def working_bytes(plan: ComponentPlan) -> int:
     workers = _num_workers()
     per_worker = max(CPU_BLOCK, widest) * 12  # a block as stored, cast, and as float32
     results = (2 * workers + 2) * max(2 * CPU_BLOCK * JOB_BLOCKS, 2 * widest)
-    scales = max((tensor.num_bytes - math.prod(tensor.shape) // 2 for tensor in made), default=0)
-    return workers * per_worker + results + 2 * scales
+    small = max((tensor.num_bytes - plan.kernel.run_bytes(*tensor.shape) for tensor in made), default=0)
+    return workers * per_worker + results + 2 * small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +168,7 @@ def write_tensors(
         if made.is_last:
             for part, pieces in small.items():
                 data = _as_bytes(_checked(made.tensor, part, kernel.assemble(pieces)))
-                slot = Slot(made.tensor.name, part)
-                writer.seal(slot, data, writer.place(slot, 0, data))
+                writer.append(Slot(made.tensor.name, part.partition(".")[0]), data)
                 on_bytes(len(data))
             small = {}
 
@@ -206,13 +205,15 @@ def _quantizing_jobs(
     tensor: TensorPlan, kernel: Kernel, reader: Reader, workers: Workers, writer: FileWriter
 ) -> Iterator[Callable[[], _Made]]:
     num_rows, in_features = tensor.shape
-    runs = list(_runs(num_rows, max(1, workers.job_size // in_features)))
+    job_rows, block_rows = (
+        max(1, size // in_features // kernel.row_step) * kernel.row_step
+        for size in (workers.job_size, workers.block_size)
+    )
+    runs = list(_runs(num_rows, job_rows))
     slot = Slot(tensor.name, kernel.streamed)
-    dtype, columns = kernel.streamed_rows(in_features)
-    row_bytes = dtype.itemsize * columns
 
     def blocks(start: int, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
-        for first, size in _runs(rows, max(1, workers.block_size // in_features)):
+        for first, size in _runs(rows, block_rows):
             values = reader.read(tensor.stored, (start + first) * in_features, size * in_features)
             yield first, values.to(tensor.dtype).view(size, in_features)
 
@@ -221,18 +222,20 @@ def _quantizing_jobs(
         peak = _peak(kernel.peak, [functools.partial(blocks, *run) for run in runs], workers)
 
     def quantize(start: int, rows: int) -> _Made:
-        buffer = workers.borrow(rows * row_bytes)
-        out = buffer[: rows * row_bytes].view(dtype).view(rows, columns)
+        num_bytes = kernel.run_bytes(rows, in_features)
+        buffer = workers.borrow(num_bytes)
+        out = buffer[:num_bytes]
         pieces: dict[str, list[torch.Tensor]] = {}
         for first, block in blocks(start, rows):
-            small = _on_device(tensor, block, out[first : first + len(block)], kernel, workers, peak)
+            begin, end = (kernel.run_bytes(count, in_features) for count in (first, first + len(block)))
+            small = _on_device(tensor, block, out[begin:end], kernel, workers, peak)
             for part, values in small.items():
                 pieces.setdefault(part, []).append(values)
         small = {part: torch.cat(found) for part, found in pieces.items()}
         if peak is not None:
             small = {part: values[:1] for part, values in small.items()} if start == 0 else {}  # one for the tensor
         data = _as_bytes(out)
-        crc = writer.place(slot, start * row_bytes, data)
+        crc = writer.place(slot, kernel.run_bytes(start, in_features), data)
         is_last = start + rows == num_rows
         return _Made(tensor=tensor, slot=slot, data=data, crc=crc, buffer=buffer, small=small, is_last=is_last)
 

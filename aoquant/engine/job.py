@@ -21,6 +21,7 @@ from aoquant.checkpoint.manifest import (
     model_card,
     snippet,
 )
+from aoquant.checkpoint.tensors import LOW_BIT_MODULE
 from aoquant.checkpoint.weights import read_weights
 from aoquant.configs import QuantConfig
 from aoquant.engine import component as components
@@ -109,6 +110,7 @@ class Plan:
                     library=component.source.library,
                     class_name=component.source.class_name,
                     config=str(component.config),
+                    needs=LOW_BIT_MODULE if component.config.is_packed else "",
                     num_quantized=component.num_quantized,
                     kept=dict(sorted(component.kept.items())),
                     num_other=component.num_other,
@@ -243,6 +245,8 @@ def _warnings(
                 f"{title}: {len(plan.ignored)} stored tensors are not part of {plan.source.class_name} and are left "
                 f"out, first {plan.ignored[0]}"
             )
+        if plan.config.is_packed:
+            warnings.append(f"{title}: {plan.config.row.name} loads after `import aoquant.lowbit` only")
         if plan.config.row.family == "int4":
             warnings.append(f"{title}: {plan.config.row.name} computes on {plan.config.row.runs_on} only")
         if plan.config.row.wants_compile:

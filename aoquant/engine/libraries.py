@@ -73,6 +73,7 @@ def load(name: Literal["diffusers", "transformers", "torchao.quantization"]) -> 
     """Import a heavy library; with torchao first, so that its loggers are quiet for everyone."""
     with quiet():
         importlib.import_module("torchao.quantization")
+        importlib.import_module("aoquant.lowbit")  # which makes its tensor class known to stock loaders
         return importlib.import_module(name)
 
 

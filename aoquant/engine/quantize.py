@@ -11,13 +11,16 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aoquant.configs import Family, QuantConfig
 from aoquant.engine import libraries
 from aoquant.errors import UsageError
+
+if TYPE_CHECKING:
+    from aoquant.lowbit import Element
 
 Parts = dict[str, torch.Tensor]
 
@@ -38,7 +41,7 @@ class Scratch:
 
 
 Rows = Callable[[torch.Tensor, torch.Tensor, Scratch, "torch.Tensor | None"], Parts]
-"""(block [R, K] in the weight's dtype, the streamed part's rows to fill, scratch, peak) → the other parts' rows."""
+"""(block [R, K] in the weight's dtype, bytes of the streamed part to fill, scratch, peak) → the other parts' rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,25 +50,22 @@ class Kernel:
 
     stock: torchao's config object, as config.json names it. outline: weight [N, K] on the meta device → the torchao
     tensor it becomes, also on meta. rows: fills the streamed part of a block [R, K] and returns the other parts, rows
-    first. streamed: the part whose rows lie one after the other in the file, [N, K / values_per_item] of `item`; the
-    others are small, and `assemble` joins them. peak: for configs with one scale per tensor, block → its largest
-    magnitude; `rows` then gets the maximum over all blocks. refusal: shape → why torchao's class cannot hold such a
-    weight, or "".
+    first. streamed: the part whose rows lie one after the other in the file; the others are small, and `assemble` joins
+    them. run_bytes: (rows, K) → bytes of the streamed part of a run of rows that begins at a multiple of row_step; what
+    a part named `qdata.1` holds follows them in the file. peak: for configs with one scale per tensor, block → its
+    largest magnitude; `rows` then gets the maximum over all blocks. refusal: shape → why torchao's class cannot hold
+    such a weight, or "".
     """
 
     stock: Any
     outline: Callable[[torch.Tensor], torch.Tensor]
     rows: Rows
     refusal: Callable[[tuple[int, ...]], str]
-    item: torch.dtype = torch.int8
-    values_per_item: int = 1
+    run_bytes: Callable[[int, int], int] = lambda rows, in_features: rows * in_features
+    row_step: int = 1
     peak: Callable[[torch.Tensor, Scratch], torch.Tensor] | None = None
     transposed: bool = False
     streamed: str = "qdata"
-
-    def streamed_rows(self, in_features: int) -> tuple[torch.dtype, int]:
-        """dtype and number of columns of the streamed part of a weight [N, in_features]."""
-        return self.item, in_features // self.values_per_item
 
     def assemble(self, blocks: list[torch.Tensor]) -> torch.Tensor:
         """Join one part's row blocks [R, G] to the part as stored: [N, G], or [G, N] for Int4Tensor."""
@@ -80,8 +80,8 @@ def kernel_for(config: QuantConfig, dtype: torch.dtype) -> Kernel:
 
 def stock_config(config: QuantConfig) -> Any:
     """torchao's config object for `config`, as a program would build it by hand."""
-    module, _, name = config.row.torchao.rpartition(".")
     libraries.load("torchao.quantization")
+    module, _, name = config.torchao.rpartition(".")
     config_class = getattr(importlib.import_module(module), name)
     return config_class(**_ARGUMENTS[config.row.family](config))
 
@@ -165,7 +165,7 @@ def _int8(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
             .to(torch.float32)
         )
         values = _grouped(_in_float32(block, scratch), config.group_size)
-        out.view(values.shape).copy_(values.mul_(1.0 / scale).round_().clamp_(-128, 127))
+        out.view(torch.int8).view(values.shape).copy_(values.mul_(1.0 / scale).round_().clamp_(-128, 127))
         scale = scale.squeeze(-1)
         return {"scale": scale, "zero_point": torch.zeros_like(scale, dtype=torch.int8)}
 
@@ -201,7 +201,7 @@ def _float8(config: QuantConfig, dtype: torch.dtype) -> Kernel:
         # torchao makes NaN of a row of zeros (0 / 0), and a model with one then draws black. Zeros are what they are.
         if bool((scale == 0).any()):
             values.nan_to_num_(nan=0.0)
-        out.copy_(values)
+        out.view(float8).view(block.shape).copy_(values)
         return {"scale": scale}
 
     def peak_of(block: torch.Tensor, scratch: Scratch) -> torch.Tensor:
@@ -212,7 +212,6 @@ def _float8(config: QuantConfig, dtype: torch.dtype) -> Kernel:
         outline=_dynamic_float8_outline(stock) if dynamic else _through_torchao(stock),
         rows=rows,
         refusal=_refuse_not_16 if dynamic else lambda shape: "",  # noqa: ARG005
-        item=float8,
         peak=peak_of if per_tensor else None,
     )
 
@@ -251,7 +250,7 @@ def _refuse_not_16(shape: tuple[int, ...]) -> str:
     return f"float8 matrix multiplication wants multiples of 16, not [{out_features}, {in_features}]"
 
 
-# --- 1 to 7 bits, a byte each → IntxUnpackedToInt8Tensor ------------------------------------------------------------
+# --- 1 to 7 bits → IntxUnpackedToInt8Tensor, a byte each, or LowBitTensor ---------------------------------------------
 
 
 def _intx_arguments(config: QuantConfig) -> dict[str, Any]:
@@ -268,28 +267,86 @@ def _intx(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
     """Affine per group, all of it in the weight's dtype, with zero always exactly representable."""
     stock = stock_config(config)
     bits = int(config.row.traits["weight_bits"])
-    qmin, qmax = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
-    symmetric = "symmetric" in config.row.traits
+    lowest = -(1 << (bits - 1))
 
     def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, _peak: torch.Tensor | None) -> Parts:
         groups = _grouped(block, config.group_size)
-        smallest = torch.finfo(block.dtype).smallest_normal
-        if symmetric:
-            scale = (_magnitude(groups, scratch) / ((qmax - qmin) / 2)).clamp(min=smallest)
-            zero_point = torch.zeros_like(scale, dtype=torch.int8)
-            values = scratch.like(groups.shape, block.dtype, block.device)
-            torch.mul(groups, 1.0 / scale, out=values).round_()
+        if "symmetric" in config.row.traits:
+            values, small = _symmetric(groups, bits, scratch)
         else:
-            least, greatest = _extremes(_grouped(_in_float32(block, scratch), config.group_size), block.dtype)
-            least, greatest = least.clamp(max=0), greatest.clamp(min=0)
-            values = scratch.like(groups.shape, block.dtype, block.device)
-            scale = ((greatest - least) / float(qmax - qmin)).clamp(min=smallest)
-            zero_point = (qmin - torch.round(least / scale)).clamp(qmin, qmax).to(torch.int8)
-            torch.mul(groups, 1.0 / scale, out=values).round_().add_(zero_point)
-        out.view(values.shape).copy_(values.clamp_(qmin, qmax))
-        return {"scale": scale.squeeze(-1), "zero_point": zero_point.squeeze(-1)}
+            values, small = _asymmetric(groups, bits, lowest, scratch)
+        out.view(torch.int8).view(values.shape).copy_(values)
+        return small
 
     return Kernel(stock=stock, outline=_through_torchao(stock), rows=rows, refusal=_refuse_group(config.group_size))
+
+
+def _symmetric(groups: torch.Tensor, bits: int, scratch: Scratch) -> tuple[torch.Tensor, Parts]:
+    """groups [R, G, size] → (q, of that shape and dtype, in a scratch buffer; scale and zero point [R, G])."""
+    largest = (1 << (bits - 1)) - 1
+    scale = _magnitude(groups, scratch) / ((2 * largest + 1) / 2)
+    scale = scale.clamp(min=torch.finfo(groups.dtype).smallest_normal)
+    values = scratch.like(groups.shape, groups.dtype, groups.device)
+    torch.mul(groups, 1.0 / scale, out=values).round_().clamp_(-largest - 1, largest)
+    scale = scale.squeeze(-1)
+    return values, {"scale": scale, "zero_point": torch.zeros_like(scale, dtype=torch.int8)}
+
+
+def _asymmetric(groups: torch.Tensor, bits: int, lowest: int, scratch: Scratch) -> tuple[torch.Tensor, Parts]:
+    """The same, with q counted from `lowest`: -2^(bits-1) for q itself, 0 for codes. The zero point is q's."""
+    qmin, qmax = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    least, greatest = _extremes(_in_float32(groups, scratch), groups.dtype)
+    least, greatest = least.clamp(max=0), greatest.clamp(min=0)
+    scale = ((greatest - least) / float(qmax - qmin)).clamp(min=torch.finfo(groups.dtype).smallest_normal)
+    zero_point = (qmin - torch.round(least / scale)).clamp(qmin, qmax)
+    values = scratch.like(groups.shape, groups.dtype, groups.device)
+    torch.mul(groups, 1.0 / scale, out=values).round_()
+    values.add_(zero_point + (lowest - qmin)).clamp_(lowest, lowest + qmax - qmin)
+    return values, {"scale": scale.squeeze(-1), "zero_point": zero_point.to(torch.int8).squeeze(-1)}
+
+
+def _lowbit_arguments(config: QuantConfig) -> dict[str, Any]:
+    if config.is_packed:
+        return {"element": str(_element(config)), "group_size": config.group_size}
+    return _intx_arguments(config)
+
+
+def _element(config: QuantConfig) -> Element:
+    from aoquant.lowbit import Element
+
+    bits = config.row.traits["weight_bits"]
+    return Element.parse(f"fp{bits}_{config.options['dtype']}" if "dtype" in config.options else f"int{bits}")
+
+
+def _lowbit(config: QuantConfig, dtype: torch.dtype) -> Kernel:
+    """The same integers, or floats with one scale per row, as codes of X bits: the first plane is streamed."""
+    if not config.is_packed:
+        return _intx(config, dtype)
+    stock = stock_config(config)  # imports torchao quietly
+    from aoquant import lowbit
+
+    element = _element(config)
+    first, *_ = lowbit.plane_widths(element.bits)
+
+    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, _peak: torch.Tensor | None) -> Parts:
+        if element.exponent_bits:
+            codes, scale = lowbit.quantize_float(_in_float32(block, scratch), element)
+            small = {"scale": scale}
+        else:
+            values, small = _asymmetric(_grouped(block, config.group_size), element.bits, 0, scratch)
+            codes = scratch.like(values.shape, torch.uint8, block.device).copy_(values)
+        streamed, *tails = lowbit.pack_planes(codes, element.bits)
+        out.copy_(streamed)
+        return {f"qdata.{number}": tail for number, tail in enumerate(tails, 1)} | small
+
+    return Kernel(
+        stock=stock,
+        outline=_through_torchao(stock),
+        rows=rows,
+        refusal=_refuse_group(None if element.exponent_bits else config.group_size),
+        run_bytes=lambda rows, in_features: lowbit.plane_bytes(first, rows * in_features),
+        row_step=8,  # whole bytes in every plane, whatever in_features is
+    )
 
 
 # --- int4, two a byte → Int4Tensor ----------------------------------------------------------------------------------
@@ -316,7 +373,7 @@ def _int4(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
         zero_point = least + scale * 8
         codes = groups.sub_(least).div_(scale).round_().clamp_(0, 15).sub_(8).to(torch.int8).view(block.shape)
         pairs = codes.view(torch.int16)  # the even column in the low byte
-        out.copy_((pairs & 0x0F) | ((pairs >> 4) & 0xF0))
+        out.view(torch.int8).view(pairs.shape).copy_((pairs & 0x0F) | ((pairs >> 4) & 0xF0))
         return {
             "scale": scale.squeeze(-1).to(block.dtype),
             "zero_point": zero_point.squeeze(-1).to(block.dtype),
@@ -327,7 +384,7 @@ def _int4(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
         outline=lambda weight: _int4_outline(weight, group_size),
         rows=rows,
         refusal=_refuse_group(group_size),
-        values_per_item=2,
+        run_bytes=lambda rows, in_features: rows * in_features // 2,
         transposed=True,
     )
 
@@ -352,6 +409,7 @@ _BUILDERS: Mapping[Family, Callable[[QuantConfig, torch.dtype], Kernel]] = {
     "float8": _float8,
     "intx": _intx,
     "int4": _int4,
+    "lowbit": _lowbit,
 }
 
 _ARGUMENTS: Mapping[Family, Callable[[QuantConfig], dict[str, Any]]] = {
@@ -359,4 +417,5 @@ _ARGUMENTS: Mapping[Family, Callable[[QuantConfig], dict[str, Any]]] = {
     "float8": _float8_arguments,
     "intx": _intx_arguments,
     "int4": _int4_arguments,
+    "lowbit": _lowbit_arguments,
 }

@@ -82,6 +82,10 @@ class FileWriter:
             self._advance()
         self._flush_some()
 
+    def append(self, slot: Slot, data: memoryview) -> None:
+        """Place and seal the next bytes of `slot` in one step."""
+        self.seal(slot, data, self.place(slot, self._sealed[slot] - self._starts[slot], data))
+
     def finish(self) -> FileRecord:
         """Flush to the disk and close; the record's path is the file's name. ValueError if a slot was never filled."""
         if self._next < len(self._layout.pieces):

@@ -1,7 +1,7 @@
 """The stock way: what torchao, diffusers and transformers make, save and load themselves.
 
-Everything that aoquant writes is compared with this, tensor by tensor and bit by bit. Nothing here imports
-aoquant.
+Everything that aoquant writes is compared with this, tensor by tensor and bit by bit. Nothing here imports aoquant but
+its tensor class, whose values tests/heavy/test_lowbit.py holds against torchao's.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ from torchao.quantization import (
     PerTensor,
 )
 
+from aoquant.lowbit import AoquantLowBitConfig
+
 Library = Literal["diffusers", "transformers"]
 
 CONFIGS = (
     "int8wo", "int8wo:group_size=32", "int8dq", "fp8wo", "fp8dq", "fp8dqrow", "uint1wo", "uint2wo", "uint3wo",
-    "uint4wo", "uint5wo", "uint6wo", "uint7wo", "int4dq", "int4wo",
+    "uint4wo", "uint5wo", "uint6wo", "uint7wo", "uint3wo:layout=unpacked", "uint4wo:layout=unpacked", "fp3wo", "fp4wo",
+    "fp5wo", "fp6wo", "fp7wo", "int4dq", "int4wo",
 )  # fmt: skip
 """Every config text that `stock_config` is asked for."""
 
@@ -51,7 +54,11 @@ CPU_CONFIGS = tuple(text for text in CONFIGS if text != "int4wo")
 """Those that `quantize` can make here: stock int4wo needs the mslk package (see `int4_tensor`)."""
 
 
+_SPLITS = {"fp3wo": "e1m1", "fp4wo": "e2m1", "fp5wo": "e2m2", "fp6wo": "e3m2", "fp7wo": "e3m3"}
+
+
 def _split(config_text: str) -> tuple[str, int | None]:
+    """The name, with `:layout=unpacked` if there, and the group size."""
     name, _, option = config_text.partition(":group_size=")
     return name, int(option) if option else None
 
@@ -80,6 +87,10 @@ def stock_config(config_text: str) -> AOBaseConfig:
         case "int4wo":
             return Int4WeightOnlyConfig(group_size=size or 128)
     if re.fullmatch("uint[1-7]wo", name):
+        return AoquantLowBitConfig(element=f"int{name[4]}", group_size=size or 64)
+    if match := re.fullmatch("(fp[3-7]wo)(?::dtype=(.*))?", name):
+        return AoquantLowBitConfig(element=f"{name[:3]}_{match[2] or _SPLITS[match[1]]}", group_size=None)
+    if re.fullmatch("uint[1-7]wo:layout=unpacked", name):
         return IntxWeightOnlyConfig(
             weight_dtype=getattr(torch, f"int{name[4]}"),
             granularity=PerGroup(size or 64),
@@ -92,7 +103,7 @@ def group_size(config_text: str) -> int | None:
     """How many weights of a row share a scale, or None where a whole row or matrix does."""
     name, size = _split(config_text)
     defaults = {"int4wo": 128, "int4dq": 32} | {f"uint{bits}wo": 64 for bits in range(1, 8)}
-    return size or defaults.get(name)
+    return size or defaults.get(name.partition(":")[0])
 
 
 def component_class(library: Library, class_name: str) -> Any:

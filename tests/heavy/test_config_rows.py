@@ -23,15 +23,16 @@ TEXTS = sorted({*CONFIGS, *ALIASES.values(), *CHOICES})
 
 @ROWS
 def test_the_class_that_a_row_names_is_there(row: ConfigRow) -> None:
-    module, _, name = row.torchao.rpartition(".")
-    assert isinstance(getattr(importlib.import_module(module), name), type)
+    for path in filter(None, (row.torchao, row.unpacked)):
+        module, _, name = path.rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), name), type)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_choice_builds_a_config_of_its_rows_class(text: str) -> None:
     config = parse_config(text)
     built = stock_config(config)
-    assert type(built).__name__ == config.row.torchao.rpartition(".")[2]
+    assert type(built).__name__ == config.torchao.rpartition(".")[2]
     assert type(kernel_for(config, torch.bfloat16).stock) is type(built)
 
 

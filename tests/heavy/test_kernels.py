@@ -94,10 +94,17 @@ def torchao_tensor(weight: torch.Tensor, config_text: str) -> torch.Tensor:
 def run(kernel: Kernel, weight: torch.Tensor, *, step: int = 1 << 30) -> dict[str, torch.Tensor]:
     """The parts of `weight`, made in blocks of `step` rows on the weight's device, on the CPU."""
     scratch = Scratch()
-    dtype, columns = kernel.streamed_rows(weight.shape[1])
-    out = torch.empty(weight.shape[0], columns, dtype=dtype, device=weight.device)
+    num_rows, in_features = weight.shape
+    out = torch.empty(kernel.run_bytes(num_rows, in_features), dtype=torch.uint8, device=weight.device)
     peak = None
-    blocks = list(zip(torch.split(weight, step), torch.split(out, step), strict=True))
+    step = -(-step // kernel.row_step) * kernel.row_step
+    ends = [min(end, num_rows) for end in range(step, num_rows + step, step)]
+    starts = [0, *ends[:-1]]
+    places = [
+        out[kernel.run_bytes(a, in_features) : kernel.run_bytes(b, in_features)]
+        for a, b in zip(starts, ends, strict=True)
+    ]
+    blocks = list(zip(torch.split(weight, step), places, strict=True))
     if kernel.peak is not None:
         peak = torch.stack([kernel.peak(block, scratch) for block, _ in blocks]).amax(dim=0)
     small: dict[str, list[torch.Tensor]] = {}
@@ -107,7 +114,10 @@ def run(kernel: Kernel, weight: torch.Tensor, *, step: int = 1 << 30) -> dict[st
     if kernel.peak is not None:
         small = {part: values[:1] for part, values in small.items()}
     joined = {part: kernel.assemble(values) for part, values in small.items()}
-    return {part: values.cpu() for part, values in {kernel.streamed: out, **joined}.items()}
+    streamed = torch.cat([out, *(joined.pop(part) for part in list(joined) if "." in part)])
+    like = parts(kernel.outline(weight.to("meta")))[kernel.streamed]
+    streamed = streamed.view(like.dtype).view(like.shape)
+    return {part: values.cpu() for part, values in {kernel.streamed: streamed, **joined}.items()}
 
 
 def assert_same_parts(made: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> None:

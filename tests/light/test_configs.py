@@ -133,7 +133,7 @@ def test_group_size_is_that_of_the_option_or_none() -> None:
 @ROWS
 def test_every_row_says_what_a_person_needs(row: ConfigRow) -> None:
     assert row.meaning and row.runs_on and 1 <= row.bits <= 8
-    assert row.torchao.startswith("torchao.")
+    assert row.torchao.startswith(("torchao.", "aoquant.lowbit."))
     assert all(option.meaning and (option.default in (None, *option.choices)) for option in row.options)
 
 
