@@ -380,7 +380,7 @@ def test_tied_weights_are_stored_once_unquantized_and_tied_again(
 @FORMATS
 @pytest.mark.parametrize("name", ["flux", "t5"])
 def test_shards_keep_to_the_size_and_each_weight_in_one(name: str, file_format: str, made: Make) -> None:
-    limit = 20_000
+    limit = 10_000
     result = made(name, "uint4wo", format=file_format, max_shard_size=limit)
     (component,) = result.plan.components
     for shard in component.shards:

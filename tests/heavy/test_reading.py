@@ -112,7 +112,7 @@ def test_bin_files_of_every_config(config: str, tmp_path: Path) -> None:
     assert list(contents.entries) == list(state)
     for name, entry in contents.entries.items():
         assert_describes(entry, state[name])
-    assert contents.entries["a.weight"].module.startswith("torchao.")
+    assert contents.entries["a.weight"].module.startswith(("torchao.", "aoquant.lowbit"))
     assert contents.entries["a.weight"].num_bytes == sum(
         part.numel() * part.element_size()
         for part in stock.parts(state["a.weight"]).values()
@@ -147,7 +147,7 @@ def test_both_formats_name_the_attributes_alike(config: str, tmp_path: Path) -> 
 
 
 def test_readable_attributes(tmp_path: Path) -> None:
-    state = {config: quantized(config) for config in ("int8dq", "fp8dqrow", "uint4wo")}
+    state = {config: quantized(config) for config in ("int8dq", "fp8dqrow", "uint4wo:layout=unpacked", "fp6wo")}
     torch.save(state, tmp_path / "m.bin")
     entries = read_pickle_file(tmp_path / "m.bin").entries
     assert (
@@ -159,8 +159,9 @@ def test_readable_attributes(tmp_path: Path) -> None:
         "Float8MMConfig(emulate=False, use_fast_accum=True, pad_inner_dim=False)"
     )
     assert entries["fp8dqrow"].attributes["kernel_preference"] == "KernelPreference.AUTO"
-    assert entries["uint4wo"].attributes["target_dtype"] == "int4"
-    assert entries["uint4wo"].attributes["block_size"] == "[1, 64]"
+    assert entries["uint4wo:layout=unpacked"].attributes["target_dtype"] == "int4"
+    assert entries["fp6wo"].attributes["element"] == "fp6_e3m2"
+    assert entries["uint4wo:layout=unpacked"].attributes["block_size"] == "[1, 64]"
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
