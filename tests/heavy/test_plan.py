@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import aoquant
+from aoquant.configs import CONFIGS, ConfigRow
 from aoquant.errors import AoquantError, CheckpointError, GateError, UsageError
 from tests.heavy import stock, tiny
 
@@ -394,6 +396,19 @@ def test_shards_keep_to_the_size_and_each_weight_in_one(name: str, file_format: 
     assert len(found.files) == len(component.shards) > 3
     for entry in found.entries.values():
         assert len({part.file for part in entry.parts.values()}) == 1, entry.name
+
+
+@pytest.mark.parametrize("row", [row for row in CONFIGS.values() if row.family == "lowbit"], ids=lambda row: row.name)
+def test_packed_weights_take_their_bits_and_scales(row: ConfigRow, wide_folder: Path, tmp_path: Path) -> None:
+    """X bits, and at most half a bit more; unpacked, a byte."""
+    for config_text, bits in {row.name: row.bits, f"{row.name}:layout=unpacked": 8}.items():
+        if "layout" in config_text and not row.unpacked:
+            continue
+        (component,) = aoquant.plan(wide_folder, {"transformer": config_text}, output=tmp_path / "out").components
+        made = [tensor for tensor in component.tensors if tensor.fate == "quantize" and tensor.shape[1] >= 256]
+        num_bytes, num_weights = (sum(tensor.num_bytes for tensor in made), sum(math.prod(t.shape) for t in made))
+        assert bits <= 8 * num_bytes / num_weights <= bits + 0.48
+        assert {tensor.kind for tensor in made} == {"LowBitTensor" if bits < 8 else "IntxUnpackedToInt8Tensor"}
 
 
 def test_two_transformers_of_which_one_is_quantized(tiny_folder: Folder, tmp_path: Path) -> None:

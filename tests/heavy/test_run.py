@@ -388,7 +388,10 @@ def peak_bytes():
 here = Path(sys.argv[1])
 sizes = {"small": source(here / "small", 2), "large": source(here / "large", 8)}
 peaks = {}
-for config, file_format in (("int8wo", "bin"), ("int8wo", "safetensors"), ("fp8dq", "bin"), ("int4wo", "bin")):
+for config, file_format in (
+    ("int8wo", "bin"), ("int8wo", "safetensors"), ("fp8dq", "bin"), ("int4wo", "bin"), ("uint7wo", "bin"),
+    ("fp6wo", "safetensors"),
+):
     for size in sizes:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what is there now
         aoquant.quantize(here / size, {"transformer": config}, output=here / "out", format=file_format, device="cpu")
@@ -411,5 +414,5 @@ def test_peak_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> 
     growth = {
         name: peaks[f"{name} large"] - peak for key, peak in peaks.items() if (name := key[:-6]) + " small" == key
     }
-    assert len(growth) == 4
+    assert len(growth) == 6
     assert max(growth.values()) < 25e6, peaks
