@@ -134,6 +134,18 @@ def _magnitude(groups: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     return torch.amax(magnitudes.view(_BITS[groups.dtype]), -1, keepdim=True).view(groups.dtype)
 
 
+def _extremes_around_zero(groups: torch.Tensor, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
+    """min(least, 0) and max(greatest, 0) of the last dimension, kept as a dimension of 1. They show NaN and infinity.
+
+    Positive values are ordered like their bits; so are negative ones, when the sign is flipped.
+    """
+    integer = _BITS[groups.dtype]
+    words = groups.view(integer)
+    flipped = torch.bitwise_xor(words, torch.iinfo(integer).min, out=scratch.like(groups.shape, integer, groups.device))
+    least, greatest = (torch.amax(side, -1, keepdim=True).clamp_(min=0).view(groups.dtype) for side in (flipped, words))
+    return least.neg_(), greatest
+
+
 def _refuse_group(group_size: int | None) -> Callable[[tuple[int, ...]], str]:
     def refusal(shape: tuple[int, ...]) -> str:
         in_features = shape[-1]
@@ -295,13 +307,19 @@ def _symmetric(groups: torch.Tensor, bits: int, scratch: Scratch) -> tuple[torch
 def _asymmetric(groups: torch.Tensor, bits: int, lowest: int, scratch: Scratch) -> tuple[torch.Tensor, Parts]:
     """The same, with q counted from `lowest`: -2^(bits-1) for q itself, 0 for codes. The zero point is q's."""
     qmin, qmax = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
-    least, greatest = _extremes(_in_float32(groups, scratch), groups.dtype)
-    least, greatest = least.clamp(max=0), greatest.clamp(min=0)
+    least, greatest = _extremes_around_zero(groups, scratch)
     scale = ((greatest - least) / float(qmax - qmin)).clamp(min=torch.finfo(groups.dtype).smallest_normal)
     zero_point = (qmin - torch.round(least / scale)).clamp(qmin, qmax)
     values = scratch.like(groups.shape, groups.dtype, groups.device)
-    torch.mul(groups, 1.0 / scale, out=values).round_()
-    values.add_(zero_point + (lowest - qmin)).clamp_(lowest, lowest + qmax - qmin)
+    torch.mul(groups, 1.0 / scale, out=values)
+    offset = zero_point + (lowest - qmin)
+    if groups.dtype == torch.bfloat16 and bits <= 6:
+        # Integers are fast on a CPU, bfloat16 is not. No quotient leaves [-64, 64], and from 128 to 256 a bfloat16 has
+        # no fraction: adding 192 rounds to nearest even, and the bits count from those of 128, which are 0x4300.
+        values = values.add_(192).view(torch.int16).add_((offset - 64).to(torch.int16) - 0x4300)
+    else:
+        values.round_().add_(offset)
+    values.clamp_(lowest, lowest + qmax - qmin)
     return values, {"scale": scale.squeeze(-1), "zero_point": zero_point.to(torch.int8).squeeze(-1)}
 
 
