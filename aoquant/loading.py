@@ -1,7 +1,8 @@
-"""Checkpoint → modules, exactly as a program with plain diffusers and transformers would load them."""
+"""Checkpoint → modules, as plain diffusers and transformers load them, in classes that compute on their device."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -23,7 +24,10 @@ SCHEMA = "aoquant.load/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """How one component loaded. weights: tensor class → number of parameters and buffers. num_bytes: all storages."""
+    """How one component loaded. weights: tensor class → number of parameters and buffers, those it computes with.
+
+    num_bytes: all storages.
+    """
 
     name: str
     class_name: str
@@ -64,7 +68,7 @@ def component_names(folder: str | Path) -> tuple[str, ...]:
 
 
 def load_component(folder: str | Path, name: str, *, device: str = "cpu") -> Loaded:
-    """Load one component onto `device`, in the dtype it was made in.
+    """Load one component onto `device`, in the dtype it was made in; int4wo as the class that computes there.
 
     Nothing is unpickled but what torch's weights-only unpickler and torchao's own registrations allow. Raises
     UsageError for a device or component that is not there; CheckpointError for a checkpoint that is damaged or does
@@ -112,21 +116,21 @@ def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
     if place.type != "cpu":
         options["device_map"] = {"": place}
     start = time.perf_counter()
-    with libraries.quiet():
+    with _fitting(report, place), libraries.quiet():
         try:
             module: nn.Module
             module, info = model_class.from_pretrained(str(folder / report.name), **options)
-        except torch.OutOfMemoryError as error:
-            raise ResourceError(
-                f"{_title(report)} does not fit {place}: {report.weight_bytes:,} bytes",
-                hint="free memory there, or choose another --device",
-            ) from error
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise CheckpointError(
                 f"{_title(report)} does not load: {' '.join(str(error).split())[:200]}",
                 hint=f"it was made with {_versions(report)}; installed are {_installed(report)}",
             ) from error
-    _check_loaded(report, module, missing=info["missing_keys"])
+        _check_loaded(report, module, missing=info["missing_keys"])
+        from aoquant import int4  # torchao is talkative when it is first imported
+
+        int4.to_runnable(module)
     tensors = [*module.parameters(), *module.buffers()]
     return Loaded(
         module=module,
@@ -141,6 +145,17 @@ def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
             seconds=time.perf_counter() - start,
         ),
     )
+
+
+@contextlib.contextmanager
+def _fitting(report: ComponentReport, place: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"{_title(report)} does not fit {place}: {report.weight_bytes:,} bytes",
+            hint="free memory there, or choose another --device",
+        ) from error
 
 
 def _refuse_unsound(folder: Path, report: ComponentReport) -> None:

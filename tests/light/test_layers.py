@@ -18,7 +18,7 @@ import aoquant
 
 PACKAGE = Path(aoquant.__file__).parent
 HEAVY = {"torch", "torchao", "diffusers", "transformers", "accelerate", "safetensors", "numpy"}
-MAY_BE_HEAVY = {"lowbit", "engine", "loading"}
+MAY_BE_HEAVY = {"lowbit", "int4", "engine", "loading"}
 
 # From the bottom up. What stands in one line may not import each other, but for the modules of one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hub", "report"),
     ("source", "inspection"),
     ("request", "output", "lowbit"),
-    ("engine",),
+    ("engine", "int4"),
     ("loading",),
     ("api",),
     ("console",),
