@@ -81,6 +81,7 @@ def prepare(request: Request, *, on_progress: OnProgress | None = None) -> Plan:
     """Fetch what `request` needs, and plan it."""
     from aoquant.source import open_source
 
+    _refuse_device(request)
     source = open_source(
         request.model,
         components=tuple(request.configs),
@@ -102,6 +103,21 @@ def prepare(request: Request, *, on_progress: OnProgress | None = None) -> Plan:
         max_shard_bytes=request.max_shard_bytes,
         full=request.full,
     )
+
+
+def _refuse_device(request: Request) -> None:
+    """Raise UsageError where a config is made on CUDA only, and the device is another one."""
+    bound = [config for config in request.configs.values() if config.options.get("layout") == "tile_packed"]
+    if not bound:
+        return
+    from aoquant.engine import devices
+
+    device = devices.choose(request.device)
+    if device.type != "cuda":
+        raise UsageError(
+            f"{bound[0]} is packed by CUDA, and the device is {device}",
+            hint=f"write {bound[0].row.name}: it is made anywhere, and aoquant.load packs it where it loads",
+        )
 
 
 def run(request: Request, *, on_progress: OnProgress | None = None) -> Result:

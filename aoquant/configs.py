@@ -76,6 +76,9 @@ def _splits(bits: int) -> tuple[str, ...]:
 _LAYOUT = Option(
     name="layout", choices=("packed", "unpacked"), default="packed", meaning="or a byte each, for torchao alone"
 )
+_INT4_LAYOUT = Option(
+    name="layout", choices=("plain", "tile_packed"), default="plain", meaning="or as CUDA's tinygemm has it, made there"
+)
 _LOW_BIT = "aoquant.lowbit.AoquantLowBitConfig"
 _AFTER_IMPORT = "anywhere, after `import aoquant.lowbit`"
 
@@ -133,9 +136,9 @@ _ROWS = (
         meaning="int4 weights, two a byte, scale and zero per group",
         bits=4,
         family="int4",
-        options=(_group(128, (32, 64, 128, 256)),),
+        options=(_group(128, (32, 64, 128, 256)), _INT4_LAYOUT),
         torchao="torchao.quantization.Int4WeightOnlyConfig",
-        runs_on="CUDA with the mslk package",
+        runs_on="anywhere through `aoquant.load`; by plain `from_pretrained`, CUDA with mslk",
     ),
     ConfigRow(
         name="int4dq",

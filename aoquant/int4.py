@@ -27,7 +27,7 @@ from torchao.quantization.utils import pack_tinygemm_scales_and_zeros
 
 from aoquant.lowbit import LowBitTensor, unpack
 
-__all__ = ["Form", "Kernels", "choose_form", "converted", "kernels_of", "tile_padded", "to_runnable"]
+__all__ = ["Form", "Kernels", "choose_form", "converted", "kernels_of", "tile_packed", "tile_padded", "to_runnable"]
 
 Form = Literal["plain", "opaque", "tile_packed", "low_bit"]
 
@@ -85,7 +85,7 @@ def converted(weight: Int4Tensor) -> torch.Tensor:
         case "opaque":
             made = _opaque(weight)
         case "tile_packed":
-            made = _tile_packed(weight)
+            made = tile_packed(weight)
         case "low_bit":
             made = _low_bit(weight)
     return made
@@ -163,27 +163,33 @@ def _opaque(weight: Int4Tensor) -> torch.Tensor:
     return made
 
 
-def _tile_packed(weight: Int4Tensor) -> torch.Tensor:
+def tile_packed(weight: Int4Tensor) -> Any:
+    """weight: [N, K] on CUDA (or meta) → the same as an `Int4TilePackedTo4dTensor`."""
     from torchao.quantization import Int4TilePackedTo4dTensor
 
     codes, scale_and_zero = tile_padded(weight)
-    made: torch.Tensor = Int4TilePackedTo4dTensor(
+    return Int4TilePackedTo4dTensor(
         qdata=torch.ops.aten._convert_weight_to_int4pack(codes, _INNER_K_TILES),
         scale_and_zero=scale_and_zero,
         block_size=list(weight.block_size),
         shape=weight.shape,
     )
-    return made
+
+
+def tile_padded_shape(out_features: int, in_features: int) -> tuple[int, int]:
+    """(N', K'): N up to a multiple of 8, K up to one of 1024."""
+    return out_features + -out_features % _TILE_ROWS, in_features + -in_features % _TILE_COLUMNS
 
 
 def tile_padded(weight: Int4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What tinygemm's packing takes: codes [N', K'/2] uint8, scale_and_zero [K'/group_size, N', 2].
 
-    N' is N up to a multiple of 8, K' is K up to one of 1024. A byte has q + 8 of its even column in the high nibble.
+    N' and K' are `tile_padded_shape`. A byte has q + 8 of its even column in the high nibble.
     What is added is zero: q, scale and zero_point.
     """
     out_features, in_features = weight.shape
-    more_rows, more_columns = -out_features % _TILE_ROWS, -in_features % _TILE_COLUMNS
+    padded_rows, padded_columns = tile_padded_shape(out_features, in_features)
+    more_rows, more_columns = padded_rows - out_features, padded_columns - in_features
     pairs = _offset_codes(weight)
     swapped = (pairs << 4) | (pairs >> 4)
     codes = nn.functional.pad(swapped, (0, more_columns // 2, 0, more_rows), value=_SIGN_BITS)

@@ -286,8 +286,8 @@ def _on_device(
 
 
 def _checked(tensor: TensorPlan, part: str, values: torch.Tensor) -> torch.Tensor:
-    # No scale is negative, and NaN is what a maximum of numbers with NaN is; isfinite takes 5 times as long.
-    if part == "scale" and values.numel() and not bool(values.float().amax().isfinite()):
+    # No scale is negative infinity, and NaN is what a maximum of numbers with NaN is; isfinite takes 5 times as long.
+    if part.startswith("scale") and values.numel() and not bool(values.float().amax().isfinite()):
         raise CheckpointError(
             f"{tensor.stored} holds NaN or infinite values in {str(tensor.dtype).removeprefix('torch.')}",
             hint="the weights are damaged, or overflow in this --dtype",

@@ -248,7 +248,10 @@ def _warnings(
         if plan.config.is_packed:
             warnings.append(f"{title}: {plan.config.row.name} loads after `import aoquant.lowbit` only")
         if plan.config.row.family == "int4":
-            warnings.append(f"{title}: {plan.config.row.name} computes on {plan.config.row.runs_on} only")
+            warnings.append(
+                f"{title}: int4wo computes anywhere through aoquant.load; plain from_pretrained gives a class that "
+                "computes only on CUDA with the mslk package"
+            )
         if plan.config.row.wants_compile:
             warnings.append(f"{title}: {plan.config.row.name} is slow without torch.compile")
         if dtype == "float16" and plan.source.library == "transformers":

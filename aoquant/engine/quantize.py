@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ class Kernel:
     def assemble(self, blocks: list[torch.Tensor]) -> torch.Tensor:
         """Join one part's row blocks [R, G] to the part as stored: [N, G], or [G, N] for Int4Tensor."""
         whole = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-        return whole.t().contiguous() if self.transposed else whole
+        return whole.transpose(0, 1).contiguous() if self.transposed else whole
 
 
 def kernel_for(config: QuantConfig, dtype: torch.dtype) -> Kernel:
@@ -371,10 +372,14 @@ def _lowbit(config: QuantConfig, dtype: torch.dtype) -> Kernel:
 
 
 def _int4_arguments(config: QuantConfig) -> dict[str, Any]:
-    return {"group_size": config.group_size}
+    if config.options["layout"] == "plain":
+        return {"group_size": config.group_size}
+    from torchao.quantization.quantize_.workflows import Int4PackingFormat
+
+    return {"group_size": config.group_size, "int4_packing_format": Int4PackingFormat.TILE_PACKED_TO_4D}
 
 
-def _int4(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
+def _int4(config: QuantConfig, dtype: torch.dtype) -> Kernel:
     """scale = max(max − min, 1e-6) / 15, zero = min + 8·scale, q = clamp(round((w − min) / scale), 0, 15) − 8.
 
     In float32, per group; scale and zero are then kept in the weight's dtype. Two values a byte along K: the even
@@ -383,6 +388,8 @@ def _int4(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
     stock = stock_config(config)
     group_size = config.group_size
     assert group_size is not None
+    if config.options["layout"] == "tile_packed" and dtype != torch.bfloat16:
+        raise UsageError(f"{config} needs --dtype bfloat16", hint="tinygemm computes in bfloat16 only")
 
     def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, _peak: torch.Tensor | None) -> Parts:
         groups = _grouped(_in_float32(block, scratch), group_size)
@@ -397,7 +404,7 @@ def _int4(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
             "zero_point": zero_point.squeeze(-1).to(block.dtype),
         }
 
-    return Kernel(
+    plain = Kernel(
         stock=stock,
         outline=lambda weight: _int4_outline(weight, group_size),
         rows=rows,
@@ -405,21 +412,46 @@ def _int4(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
         run_bytes=lambda rows, in_features: rows * in_features // 2,
         transposed=True,
     )
+    return plain if config.options["layout"] == "plain" else _tile_packed(plain, group_size)
 
 
-def _int4_outline(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+def _tile_packed(plain: Kernel, group_size: int) -> Kernel:
+    """The same numbers as tinygemm's tiles of 8 rows, which only CUDA can pack (torch 2.13)."""
+    from aoquant import int4
+
+    def tensor(qdata: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, shape: torch.Size) -> Any:
+        from torchao.quantization import Int4Tensor
+
+        return Int4Tensor(qdata.view(torch.int8), scale, zero_point, block_size=[1, group_size], shape=shape)
+
+    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, peak: torch.Tensor | None) -> Parts:
+        nibbles = torch.empty(block.shape[0], block.shape[1] // 2, dtype=torch.uint8, device=block.device)
+        small = plain.rows(block, nibbles.view(-1), scratch, peak)
+        packed = int4.tile_packed(tensor(nibbles, small["scale"].t(), small["zero_point"].t(), block.shape))
+        out.copy_(packed.qdata.view(torch.uint8).view(-1))
+        return {"scale_and_zero": packed.scale_and_zero.transpose(0, 1)}
+
+    return dataclasses.replace(
+        plain,
+        outline=lambda weight: int4.tile_packed(_int4_outline(weight, group_size)),
+        rows=rows,
+        run_bytes=lambda rows, in_features: math.prod(int4.tile_padded_shape(rows, in_features)) // 2,
+        row_step=8,
+    )
+
+
+def _int4_outline(weight: torch.Tensor, group_size: int) -> Any:
     from torchao.quantization import Int4Tensor
 
     out_features, in_features = weight.shape
     per_group = (in_features // group_size, out_features)
-    result: torch.Tensor = Int4Tensor(
+    return Int4Tensor(
         qdata=torch.empty(out_features, in_features // 2, dtype=torch.int8, device="meta"),
         scale=torch.empty(per_group, dtype=weight.dtype, device="meta"),
         zero_point=torch.empty(per_group, dtype=weight.dtype, device="meta"),
         block_size=[1, group_size],
         shape=weight.shape,
     )
-    return result
 
 
 _BUILDERS: Mapping[Family, Callable[[QuantConfig, torch.dtype], Kernel]] = {

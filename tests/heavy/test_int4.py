@@ -199,10 +199,10 @@ def test_tiles_are_padded_with_zeros(rows: int, columns: int) -> None:
 def test_tinygemm_multiplies_with_the_very_values(rows: int, columns: int, group: int) -> None:
     """Its arithmetic is bfloat16's, so a sum may be off by a last place of its largest term."""
     weight = weight_of(rows, columns, group)
-    made = int4._tile_packed(weight.to("cuda"))
+    made = int4.tile_packed(weight.to("cuda"))
     assert stock.kind(made) == "Int4TilePackedTo4dTensor"
     ones, zeros = torch.ones_like(weight.scale), torch.zeros_like(weight.scale)
-    bare = int4._tile_packed(replaced(weight, scale=ones, zero_point=zeros).to("cuda"))
+    bare = int4.tile_packed(replaced(weight, scale=ones, zero_point=zeros).to("cuda"))
     assert torch.equal(through_kernel(bare).double().cpu(), q_of(weight))
     expected = values_of(weight)
     largest = weight.scale.double().max() * 8 + weight.zero_point.double().abs().max()

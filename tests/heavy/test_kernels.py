@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchao.quantization import quantize_
 
+from aoquant import int4
 from aoquant.configs import CONFIGS, parse_config
 from aoquant.engine.formats import parts
 from aoquant.engine.quantize import Kernel, Scratch, kernel_for
@@ -281,3 +283,35 @@ def test_cuda_makes_the_same_bits(config_text: str, dtype: torch.dtype) -> None:
         on_cpu = run(kernel, weight, step=step)
         for part, values in run(kernel, weight.to("cuda"), step=step).items():
             assert stock.same_bits(values, on_cpu[part]), (kind, part)
+
+
+TILE_PACKED = "int4wo:layout=tile_packed"
+
+
+@pytest.mark.parametrize("shape", [(48, 256), (13, 256), (16, 1024), (24, 1280)])
+def test_tile_packed_weights_are_planned_to_the_byte(shape: tuple[int, int]) -> None:
+    kernel = kernel_for(parse_config(TILE_PACKED), torch.bfloat16)
+    outline = kernel.outline(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    assert type(outline).__name__ == "Int4TilePackedTo4dTensor"
+    assert outline.shape == torch.Size(shape)
+    qdata, scale_and_zero = parts(outline).values()
+    padded_rows, padded_columns = -(-shape[0] // 8) * 8, -(-shape[1] // 1024) * 1024
+    assert qdata.numel() * 4 == padded_rows * padded_columns // 2 == kernel.run_bytes(*shape)
+    assert scale_and_zero.shape == (padded_columns // 128, padded_rows, 2)
+
+
+def test_tile_packed_wants_bfloat16() -> None:
+    with pytest.raises(UsageError, match="needs --dtype bfloat16"):
+        kernel_for(parse_config(TILE_PACKED), torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_tile_packed_blocks_are_the_whole_weight_packed() -> None:
+    weight = _outliers().to(torch.bfloat16).cuda()
+    kernel = kernel_for(parse_config(TILE_PACKED), torch.bfloat16)
+    whole = int4.tile_packed(cast("Any", stock.int4_tensor(weight.cpu(), 128)).to("cuda"))
+    for step in (8, 16, 48):
+        made = run(kernel, weight, step=step)
+        for name, values in parts(whole).items():
+            assert stock.same_bits(made[name], values.cpu()), name
