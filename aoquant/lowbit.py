@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torchao.core.config import ALLOWED_AO_MODULES, AOBaseConfig
-from torchao.quantization.quant_primitives import dequantize_affine
 from torchao.quantization.transform_module import register_quantize_module_handler
 from torchao.utils import TorchAOBaseTensor, fill_defaults
 
@@ -125,9 +124,11 @@ def pack_planes(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
     missing = -flat.numel() % 8
     if missing:
         flat = torch.cat([flat, flat.new_zeros(missing)])
+    elif flat.stride(0) != 1 or flat.storage_offset() % 8:  # a view as words has to begin at a whole word
+        flat = flat.clone(memory_format=torch.contiguous_format)
     planes, shift = [], 0
     for width in plane_widths(bits):
-        plane = _gather(flat.contiguous(), width, shift)
+        plane = _gather(flat, width, shift)
         planes.append(plane[: plane_bytes(width, codes.numel())])
         shift += width
     return planes
@@ -135,8 +136,7 @@ def pack_planes(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """codes: any shape, uint8, each below 2^bits → [packed_bytes] uint8, the planes one after the other."""
-    planes = pack_planes(codes, bits)
-    return torch.cat(planes) if len(planes) > 1 else planes[0]
+    return torch.cat(pack_planes(codes, bits))
 
 
 def unpack(packed: torch.Tensor, bits: int, shape: Sequence[int]) -> torch.Tensor:
@@ -180,21 +180,20 @@ def _spread(packed: torch.Tensor, width: int, shift: int) -> torch.Tensor:
 
 
 def encode_float(values: torch.Tensor, element: Element) -> torch.Tensor:
-    """values: float32 → codes, uint8: rounded to nearest, ties to even, saturating; subnormals exact. NaN is undefined.
+    """values: float32 → codes, uint8: rounded to nearest, ties to even, saturating, signs kept, -0.0's too.
 
-    A float32 above the smallest normal is rounded in its own bits; below it, adding a power of two whose last place is
-    the subnormal step lets float32 addition do the rounding.
+    NaN is undefined. A float32 above the smallest normal is rounded in its own bits; below it, adding a power of two
+    whose last place is the subnormal step lets float32 addition do the rounding.
     """
     mantissa_bits, bias = element.mantissa_bits, element.bias
-    sign = (values < 0).to(torch.uint8) << (element.bits - 1)
+    sign = torch.signbit(values).to(torch.uint8) << (element.bits - 1)
     magnitude = values.abs().clamp_(max=element.largest)
     bits = magnitude.view(torch.int32)
     dropped = 23 - mantissa_bits
     rounded = (bits >> dropped).bitwise_and_(1).add_(bits).add_((1 << (dropped - 1)) - 1).bitwise_right_shift_(dropped)
     normal = rounded.sub_((127 - bias) << mantissa_bits)
-    magic = 2.0 ** (1 - bias - mantissa_bits + 23)
-    one = torch.tensor(magic, dtype=torch.float32, device=values.device).view(torch.int32)
-    subnormal = (magnitude + magic).view(torch.int32) - one
+    exponent = 1 - bias - mantissa_bits + 23
+    subnormal = (magnitude + 2.0**exponent).view(torch.int32).sub_((127 + exponent) << 23)
     codes = torch.where(magnitude < 2.0 ** (1 - bias), subnormal, normal)
     return codes.clamp_(max=(1 << (element.bits - 1)) - 1).to(torch.uint8).bitwise_or_(sign)
 
@@ -208,9 +207,11 @@ def decode_float(codes: torch.Tensor, element: Element) -> torch.Tensor:
 def quantize_float(values: torch.Tensor, element: Element) -> tuple[torch.Tensor, torch.Tensor]:
     """values [R, K] float32, overwritten → (codes [R, K] uint8, scale [R, 1] float32).
 
-    scale = max|w| of the row / the element's largest value. A row of zeros has scale 0 and codes 0.
+    scale = max|w| of the row / the element's largest value, and never so large that their product is infinite. A row
+    of zeros has scale 0.
     """
-    scale = torch.maximum(values.amax(dim=-1, keepdim=True), -values.amin(dim=-1, keepdim=True)) / element.largest
+    scale = torch.maximum(values.amax(dim=-1, keepdim=True), -values.amin(dim=-1, keepdim=True)).abs_()
+    scale.div_(element.largest).clamp_(max=torch.finfo(torch.float32).max / element.largest * (1 - 2.0**-24))
     values.div_(torch.where(scale == 0, 1.0, scale))
     return encode_float(values, element), scale
 
@@ -331,17 +332,31 @@ class LowBitTensor(TorchAOBaseTensor):  # type: ignore[misc]
         if element.exponent_bits:
             return decode_float(codes, element).mul_(scale).to(dtype)
         half = 1 << (element.bits - 1)
-        q = codes.view(torch.int8) - half
         assert self.zero_point is not None
-        zero_point = self.zero_point[start:end]
+        scale, zero_point = scale.unsqueeze(-1), self.zero_point[start:end].unsqueeze(-1)
+        grouped = codes.view(end - start, columns // self.block_size[1], self.block_size[1])
         if zero_point.dtype.is_floating_point:
-            grouped = q.view(end - start, -1, self.block_size[1]).to(torch.float32)
-            grouped.mul_(scale.float().unsqueeze(-1)).add_(zero_point.float().unsqueeze(-1))
-            return grouped.view(end - start, columns).to(dtype)
-        values: torch.Tensor = dequantize_affine(
-            q, tuple(self.block_size), scale, zero_point, torch.int8, -half, half - 1, output_dtype=dtype
-        )
-        return values
+            values = grouped.to(torch.float32).sub_(half).mul_(scale.float()).add_(zero_point.float())
+        else:
+            # torchao's dequantize_affine, in place. Up to 255 all is exact in bfloat16: code - (zero_point + half) is
+            # (code - half) - zero_point.
+            values = grouped.to(dtype).sub_(zero_point.to(dtype).add_(half)).mul_(scale)
+        return values.view(end - start, columns).to(dtype)
+
+    def _moved(self, device: torch.device, dtype: torch.dtype, *, non_blocking: bool) -> LowBitTensor:
+        """A copy on `device` whose values are in `dtype`, as torchao's IntxUnpackedToInt8Tensor changes both."""
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"values in {dtype} are not supported")
+
+        is_float = Element.parse(self.element).exponent_bits > 0
+
+        def moved(part: torch.Tensor) -> torch.Tensor:
+            part_dtype = dtype if part.is_floating_point() and not is_float else part.dtype
+            return part.to(device, part_dtype, non_blocking=non_blocking, copy=True)
+
+        zero_point = None if self.zero_point is None else moved(self.zero_point)
+        scale = moved(self.scale)
+        return LowBitTensor(moved(self.qdata), scale, self.element, self.block_size, self.shape, dtype, zero_point)
 
     def _quantization_type(self) -> str:
         return f"element={self.element}, block_size={self.block_size}, shape={tuple(self.shape)}, device={self.device}"
@@ -354,9 +369,22 @@ implements_torch_function = LowBitTensor.implements_torch_function
 @implements([aten.linear.default])  # type: ignore[untyped-decorator]
 @implements_torch_function([torch.nn.functional.linear])  # type: ignore[untyped-decorator]
 def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    inputs, weight = args[0], args[1]
-    bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-    return torch.nn.functional.linear(inputs, weight.dequantize(), bias)
+    return _linear(*args, **(kwargs or {}))
+
+
+def _linear(input: torch.Tensor, weight: LowBitTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.nn.functional.linear(input, weight.dequantize(), bias)
+
+
+# Inference mode does not take `to` apart, so its overloads come here too.
+@implements([aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout])  # type: ignore[untyped-decorator]
+def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    self = args[0]
+    wanted = self._get_to_kwargs(*args[1:], **(kwargs or {}))
+    device, dtype = wanted["device"], wanted["dtype"]
+    if func is not aten._to_copy.default and (device, dtype) == (self.device, self.dtype):
+        return self
+    return self._moved(device, dtype, non_blocking=wanted["non_blocking"])
 
 
 @implements([aten.slice.Tensor])  # type: ignore[untyped-decorator]
@@ -371,10 +399,9 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     kept = slice(first, max(first, last))
     codes = self.codes()[kept] if dim == 0 else self.codes()[:, kept]
     groups = kept if dim == 0 else slice(kept.start // group, -(-kept.stop // group))
-    scale, zero_point = self.scale, self.zero_point
-    scale = scale[groups] if dim == 0 else scale[:, groups]
-    if zero_point is not None:
-        zero_point = zero_point[groups] if dim == 0 else zero_point[:, groups]
+    where = groups if dim == 0 else (slice(None), groups)
+    scale = self.scale[where].clone()
+    zero_point = None if self.zero_point is None else self.zero_point[where].clone()
     packed = pack(codes, Element.parse(self.element).bits)
     return LowBitTensor(packed, scale, self.element, self.block_size, codes.shape, self.dtype, zero_point)
 
