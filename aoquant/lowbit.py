@@ -128,7 +128,7 @@ def pack_planes(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
         flat = flat.clone(memory_format=torch.contiguous_format)
     planes, shift = [], 0
     for width in plane_widths(bits):
-        plane = _gather(flat, width, shift)
+        plane = _gather(flat, width) if width == bits else _gather(_cut(flat, width, shift), width)
         planes.append(plane[: plane_bytes(width, codes.numel())])
         shift += width
     return planes
@@ -158,10 +158,17 @@ def _joined(packed: torch.Tensor, bits: int, *, total: int, start: int, count: i
     return codes
 
 
-def _gather(codes: torch.Tensor, width: int, shift: int) -> torch.Tensor:
-    """Bits `shift` to `shift + width` of codes, [n] uint8 with n a multiple of 8 → [n * width / 8] uint8."""
+def _cut(codes: torch.Tensor, width: int, shift: int) -> torch.Tensor:
+    """Bits `shift` to `shift + width` of codes, [n] uint8 with n a multiple of 8: [n] uint8."""
+    dtype, steps = _SPREAD[width]
+    _, every_element = steps[-1]
+    return (codes.view(dtype) >> shift).bitwise_and_(every_element).view(torch.uint8)
+
+
+def _gather(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """codes: [n] uint8 with n a multiple of 8, each below 2^width → [n * width / 8] uint8."""
     dtype, steps = _GATHER[width]
-    words = (codes.view(dtype) >> shift).bitwise_and_(_SPREAD[width][1][-1][1])
+    words = codes.view(dtype)
     for step, mask in steps:
         words = (words >> step).bitwise_or_(words).bitwise_and_(mask)
     return words.to(torch.uint8)
@@ -200,7 +207,14 @@ def encode_float(values: torch.Tensor, element: Element) -> torch.Tensor:
 
 def decode_float(codes: torch.Tensor, element: Element) -> torch.Tensor:
     """codes: uint8 → values, float32, exact: a table is faster than bit operations, and on every device the same."""
-    table = torch.tensor(element.values(), dtype=torch.float32, device=codes.device)
+    return _looked_up(codes, _table(element, codes.device))
+
+
+def _table(element: Element, device: torch.device) -> torch.Tensor:
+    return torch.tensor(element.values(), dtype=torch.float32, device=device)
+
+
+def _looked_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
 
@@ -313,25 +327,26 @@ class LowBitTensor(TorchAOBaseTensor):  # type: ignore[misc]
         element = Element.parse(self.element)
         dtype = output_dtype or self.dtype
         rows, columns = self.shape
+        table = _table(element, self.device) if element.exponent_bits else None
         step = max(8, _BLOCK // max(columns, 1) // 8 * 8)  # whole bytes of every plane
         if self.device.type != "cpu" or torch.compiler.is_compiling() or rows <= step:
-            return self._values(0, rows, element, dtype)
+            return self._values(0, rows, element.bits, table, dtype)
         values = torch.empty(self.shape, dtype=dtype)
         for start in range(0, rows, step):
             end = min(start + step, rows)
-            values[start:end] = self._values(start, end, element, dtype)
+            values[start:end] = self._values(start, end, element.bits, table, dtype)
         return values
 
-    def _values(self, start: int, end: int, element: Element, dtype: torch.dtype) -> torch.Tensor:
-        """Rows `start` (a multiple of 8) to `end` of the dequantized weight."""
+    def _values(self, start: int, end: int, bits: int, table: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Rows `start` (a multiple of 8) to `end` of the dequantized weight. table: of float elements."""
         rows, columns = self.shape
         codes = _joined(
-            self.qdata, element.bits, total=rows * columns, start=start * columns, count=(end - start) * columns
+            self.qdata, bits, total=rows * columns, start=start * columns, count=(end - start) * columns
         ).view(end - start, columns)
         scale = self.scale[start:end]
-        if element.exponent_bits:
-            return decode_float(codes, element).mul_(scale).to(dtype)
-        half = 1 << (element.bits - 1)
+        if table is not None:
+            return _looked_up(codes, table).mul_(scale).to(dtype)
+        half = 1 << (bits - 1)
         assert self.zero_point is not None
         scale, zero_point = scale.unsqueeze(-1), self.zero_point[start:end].unsqueeze(-1)
         grouped = codes.view(end - start, columns // self.block_size[1], self.block_size[1])

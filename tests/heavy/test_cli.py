@@ -314,7 +314,7 @@ REQUESTS = [
 LOADS = [
     bad("tile_packed without CUDA", "quantize pipe --transformer int4wo:layout=tile_packed --device cpu", 2,
         "packed by CUDA", "aoquant.load"),
-    bad("plan of tile_packed without CUDA", "plan pipe --transformer int4wo:layout=tile_packed --device cpu", 2, "CUDA"),
+    bad("plan of tile_packed without CUDA", "plan pipe --vae int4wo:layout=tile_packed --device cpu", 2, "CUDA"),
     bad("load nothing", "load gone", 3, "gone", "does not exist"),
     bad("load a file", f"load safe/transformer/{D}.safetensors", 4, "is a file"),
     bad("load what is not quantized", "load pipe", 4, "no quantized component", "aoquant quantize"),
