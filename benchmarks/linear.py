@@ -24,25 +24,8 @@ from torchao.quantization import Int4Tensor, IntxUnpackedToInt8Tensor, MappingTy
 from aoquant.configs import parse_config
 from aoquant.engine.formats import tensor_bytes
 from aoquant.engine.quantize import Scratch, kernel_for, stock_config
+from aoquant.int4 import converted
 from aoquant.lowbit import Element, LowBitTensor
-
-try:
-    from aoquant.int4 import converted  # type: ignore[import-not-found, import-untyped, unused-ignore]
-except ImportError:  # goes when aoquant.int4 is there
-
-    def converted(weight: Int4Tensor) -> torch.Tensor:
-        from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
-
-        pairs = weight.qdata.view(torch.uint8)
-        codes = torch.stack([pairs & 15, pairs >> 4], -1).view(weight.shape).to(torch.int32) ^ 8
-        result: torch.Tensor = Int4OpaqueTensor(
-            qdata=torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1),
-            scale_and_zero=torch.stack([weight.scale, weight.zero_point], -1).contiguous(),
-            block_size=list(weight.block_size),
-            shape=weight.shape,
-        )
-        return result
-
 
 OUT_FEATURES, IN_FEATURES = 12288, 3072
 GROUP_SIZE = 64
@@ -83,8 +66,7 @@ def int4(weight: torch.Tensor) -> torch.Tensor:
         block_size=[1, config.group_size],
         shape=weight.shape,
     )
-    made: torch.Tensor = converted(plain.to(weight.device))
-    return made
+    return converted(plain.to(weight.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
