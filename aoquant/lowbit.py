@@ -118,8 +118,11 @@ def packed_bytes(bits: int, count: int) -> int:
     return sum(plane_bytes(width, count) for width in plane_widths(bits))
 
 
-def pack_planes(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
-    """codes: any shape, uint8, each below 2^bits → its planes, each [plane_bytes] uint8."""
+def pack_planes(codes: torch.Tensor, bits: int, *, first: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """codes: any shape, uint8, each below 2^bits → its planes, each [plane_bytes] uint8.
+
+    first: where the first of them is put, if given, and not returned.
+    """
     flat = codes.reshape(-1)
     missing = -flat.numel() % 8
     if missing:
@@ -129,7 +132,11 @@ def pack_planes(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
     planes, shift = [], 0
     for width in plane_widths(bits):
         plane = _gather(flat, width) if width == bits else _gather(_cut(flat, width, shift), width)
-        planes.append(plane[: plane_bytes(width, codes.numel())])
+        plane = plane[: plane_bytes(width, codes.numel())]
+        if first is not None and not shift:
+            first.copy_(plane)
+        else:
+            planes.append(plane.to(torch.uint8))
         shift += width
     return planes
 
@@ -166,12 +173,12 @@ def _cut(codes: torch.Tensor, width: int, shift: int) -> torch.Tensor:
 
 
 def _gather(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """codes: [n] uint8 with n a multiple of 8, each below 2^width → [n * width / 8] uint8."""
+    """codes: [n] uint8 with n a multiple of 8, each below 2^width → [n * width / 8] bytes, in wider integers."""
     dtype, steps = _GATHER[width]
     words = codes.view(dtype)
     for step, mask in steps:
         words = (words >> step).bitwise_or_(words).bitwise_and_(mask)
-    return words.to(torch.uint8)
+    return words
 
 
 def _spread(packed: torch.Tensor, width: int, shift: int) -> torch.Tensor:
@@ -190,19 +197,20 @@ def encode_float(values: torch.Tensor, element: Element) -> torch.Tensor:
     """values: float32 → codes, uint8: rounded to nearest, ties to even, saturating, signs kept, -0.0's too.
 
     NaN is undefined. A float32 above the smallest normal is rounded in its own bits; below it, adding a power of two
-    whose last place is the subnormal step lets float32 addition do the rounding.
+    whose last place is the subnormal step lets float32 addition do the rounding. Of the two codes the second is the
+    greater one below the smallest normal, and is held to it above. All in place, as integers: they are fast everywhere.
     """
     mantissa_bits, bias = element.mantissa_bits, element.bias
-    sign = torch.signbit(values).to(torch.uint8) << (element.bits - 1)
-    magnitude = values.abs().clamp_(max=element.largest)
-    bits = magnitude.view(torch.int32)
-    dropped = 23 - mantissa_bits
-    rounded = (bits >> dropped).bitwise_and_(1).add_(bits).add_((1 << (dropped - 1)) - 1).bitwise_right_shift_(dropped)
-    normal = rounded.sub_((127 - bias) << mantissa_bits)
+    highest, dropped = (1 << (element.bits - 1)) - 1, 23 - mantissa_bits
+    words = values.view(torch.int32)
+    magnitude = (words & 0x7FFFFFFF).clamp_(max=(highest << dropped) + ((127 - bias) << 23))
+    codes = (magnitude >> dropped).bitwise_and_(1).add_(magnitude).add_((1 << (dropped - 1)) - 1)
+    codes.bitwise_right_shift_(dropped).sub_((127 - bias) << mantissa_bits)
     exponent = 1 - bias - mantissa_bits + 23
-    subnormal = (magnitude + 2.0**exponent).view(torch.int32).sub_((127 + exponent) << 23)
-    codes = torch.where(magnitude < 2.0 ** (1 - bias), subnormal, normal)
-    return codes.clamp_(max=(1 << (element.bits - 1)) - 1).to(torch.uint8).bitwise_or_(sign)
+    subnormal = magnitude.view(torch.float32).add_(2.0**exponent).view(torch.int32).sub_((127 + exponent) << 23)
+    codes = torch.maximum(codes, subnormal.clamp_(max=1 << mantissa_bits), out=codes).clamp_(max=highest)
+    signs = torch.bitwise_right_shift(words, 31 - (element.bits - 1), out=subnormal).bitwise_and_(highest + 1)
+    return codes.bitwise_or_(signs).to(torch.uint8)
 
 
 def decode_float(codes: torch.Tensor, element: Element) -> torch.Tensor:

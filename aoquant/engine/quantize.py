@@ -354,8 +354,7 @@ def _lowbit(config: QuantConfig, dtype: torch.dtype) -> Kernel:
         else:
             values, small = _asymmetric(_grouped(block, config.group_size), element.bits, 0, scratch)
             codes = scratch.like(values.shape, torch.uint8, block.device).copy_(values)
-        streamed, *tails = lowbit.pack_planes(codes, element.bits)
-        out.copy_(streamed)
+        tails = lowbit.pack_planes(codes, element.bits, first=out)
         return {f"qdata.{number}": tail for number, tail in enumerate(tails, 1)} | small
 
     return Kernel(
