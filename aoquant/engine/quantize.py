@@ -135,6 +135,12 @@ def _magnitude(groups: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     return torch.amax(magnitudes.view(_BITS[groups.dtype]), -1, keepdim=True).view(groups.dtype)
 
 
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite: their bits are the greatest. isfinite takes 5 times as long in bfloat16."""
+    infinity = torch.tensor(torch.inf, dtype=values.dtype).view(_BITS[values.dtype])
+    return not values.numel() or bool(values.abs().view(infinity.dtype).amax() < infinity)
+
+
 def _extremes_around_zero(groups: torch.Tensor, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
     """min(least, 0) and max(greatest, 0) of the last dimension, kept as a dimension of 1. They show NaN and infinity.
 
