@@ -14,11 +14,12 @@ from diffusers.quantizers import DiffusersAutoQuantizer
 from peak import peak_bytes
 
 from aoquant.cli import main
-from aoquant.engine import job, run
+from aoquant.engine import job, libraries, run
 
 if __name__ == "__main__":
     # Imported first, so that `work_s` means the same here as for stock: what the libraries take to import is left out.
     _ = FluxTransformer2DModel, DiffusersAutoQuantizer, job, run
+    libraries.load("torchao.quantization")
     started = time.perf_counter()
     code = main(["quantize", *sys.argv[1:], "--quiet", "--json"])
     ended = time.perf_counter()
