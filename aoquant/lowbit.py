@@ -230,10 +230,12 @@ def quantize_float(values: torch.Tensor, element: Element) -> tuple[torch.Tensor
     """values [R, K] float32, overwritten → (codes [R, K] uint8, scale [R, 1] float32).
 
     scale = max|w| of the row / the element's largest value, and never so large that their product is infinite. A row
-    of zeros has scale 0.
+    of zeros has scale 0; one that holds NaN or infinity shows it in its scale.
     """
     scale = torch.maximum(values.amax(dim=-1, keepdim=True), -values.amin(dim=-1, keepdim=True)).abs_()
-    scale.div_(element.largest).clamp_(max=torch.finfo(torch.float32).max / element.largest * (1 - 2.0**-24))
+    scale.div_(element.largest)
+    limit = torch.finfo(torch.float32).max / element.largest * (1 - 2.0**-24)
+    scale = torch.where(scale.isinf(), scale, scale.clamp(max=limit))
     values.div_(torch.where(scale == 0, 1.0, scale))
     return encode_float(values, element), scale
 

@@ -54,7 +54,7 @@ CPU_CONFIGS = tuple(text for text in CONFIGS if text != "int4wo")
 """Those that `quantize` can make here: stock int4wo needs the mslk package (see `int4_tensor`)."""
 
 
-_SPLITS = {"fp3wo": "e1m1", "fp4wo": "e2m1", "fp5wo": "e2m2", "fp6wo": "e3m2", "fp7wo": "e3m3"}
+_SPLITS = {"fp3wo": "e2m0", "fp4wo": "e2m1", "fp5wo": "e2m2", "fp6wo": "e2m3", "fp7wo": "e2m4"}
 
 
 def _split(config_text: str) -> tuple[str, int | None]:

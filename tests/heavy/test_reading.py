@@ -160,7 +160,7 @@ def test_readable_attributes(tmp_path: Path) -> None:
     )
     assert entries["fp8dqrow"].attributes["kernel_preference"] == "KernelPreference.AUTO"
     assert entries["uint4wo:layout=unpacked"].attributes["target_dtype"] == "int4"
-    assert entries["fp6wo"].attributes["element"] == "fp6_e3m2"
+    assert entries["fp6wo"].attributes["element"] == "fp6_e2m3"
     assert entries["uint4wo:layout=unpacked"].attributes["block_size"] == "[1, 64]"
 
 

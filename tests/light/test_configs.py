@@ -130,6 +130,12 @@ def test_group_size_is_that_of_the_option_or_none() -> None:
     assert parse_config("fp8wo:dtype=e5m2").group_size is None
 
 
+def test_float_splits() -> None:
+    assert str(parse_config("fp6_e2m3wo")) == str(parse_config("fp6wo")) == "fp6wo"
+    assert str(parse_config("fp6_e3m2wo")) == str(parse_config("fp6")) == "fp6wo:dtype=e3m2"
+    assert parse_config("fp3wo").options == {"dtype": "e2m0"}
+
+
 @ROWS
 def test_every_row_says_what_a_person_needs(row: ConfigRow) -> None:
     assert row.meaning and row.runs_on and 1 <= row.bits <= 8
@@ -143,4 +149,7 @@ def test_json_holds_the_whole_table() -> None:
     assert [row["name"] for row in document["configs"]] == list(CONFIGS)
     assert sorted(alias for row in document["configs"] for alias in row["aliases"]) == sorted(ALIASES)
     (int4wo,) = (row for row in document["configs"] if row["name"] == "int4wo")
-    assert int4wo["options"] == {"group_size": {"choices": [32, 64, 128, 256], "default": 128}}
+    assert int4wo["options"] == {
+        "group_size": {"choices": [32, 64, 128, 256], "default": 128},
+        "layout": {"choices": ["plain", "tile_packed"], "default": "plain"},
+    }
