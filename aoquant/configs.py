@@ -270,7 +270,9 @@ def parse_config(text: str) -> QuantConfig:
             name = target
             del given[key]
     alias, _, alias_tail = ALIASES.get(name, name).partition(":")
-    given = {**_parse_options(text, alias_tail), **given}
+    for key, value in _parse_options(text, alias_tail).items():
+        if given.setdefault(key, value) != value:
+            raise UsageError(f"'{text}' says {key} twice: {value} and {given[key]}", hint="say it once")
     row = CONFIGS.get(alias)
     if row is None:
         raise UsageError(f"'{name}' is not a config name", hint=_nearest(name))

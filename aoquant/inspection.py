@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,7 +22,7 @@ from aoquant.checkpoint.layout import (
 )
 from aoquant.checkpoint.manifest import CARD, MANIFEST, SCHEMA, listed_files
 from aoquant.checkpoint.weights import WeightContents, read_weights
-from aoquant.errors import CheckpointError, SourceError
+from aoquant.errors import CheckpointError, SourceError, UsageError
 from aoquant.report import ComponentReport, FileReport, Kind, Problem, tally
 from aoquant.report import Report as Report
 
@@ -40,6 +41,8 @@ def inspect(path: str | Path, *, variant: str | None = None) -> Report:
     folder that holds only one variant of its weights is read as that. Raises SourceError if there is nothing at
     `path`, CheckpointError if there is no checkpoint; what is damaged yet can be told is among the report's problems.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"{path!r} is no path", hint="name a folder or a file")
     path = Path(path)
     try:
         is_file, is_folder = path.is_file(), path.is_dir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -69,7 +69,8 @@ def make_request(model: str, components: Mapping[str, str], options: Options) ->
     """Check everything that can be checked without looking at the model. Raises UsageError."""
     if unknown := sorted(set(options) - set(Options.__annotations__)):
         raise UsageError(f"'{unknown[0]}' is not an option", hint=f"options are {', '.join(Options.__annotations__)}")
-    if not isinstance(components, Mapping) or not all(isinstance(text, str) for text in components.values()):
+    texts = [*components.keys(), *components.values()] if isinstance(components, Mapping) else [None]
+    if not all(isinstance(text, str) for text in texts):
         raise UsageError("components are not names and configs", hint='write for example {"transformer": "int8wo"}')
     if not model.strip():
         raise UsageError("the model has no name", hint="name a folder or org/name")
@@ -106,7 +107,7 @@ def make_request(model: str, components: Mapping[str, str], options: Options) ->
 
 
 def _skip(patterns: str | Sequence[str]) -> tuple[str, ...]:
-    found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    found = (patterns,) if isinstance(patterns, str) or not isinstance(patterns, Iterable) else tuple(patterns)
     if not all(isinstance(pattern, str) for pattern in found):
         raise UsageError("--skip takes patterns of module names", hint="write for example --skip proj_out")
     return found

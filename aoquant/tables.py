@@ -120,7 +120,8 @@ def report_tables(report: Report, *, layers: bool) -> RenderableType:
     """What `inspect` found: a table for each component, versions, files and problems."""
     shown: list[RenderableType] = []
     for component in report.components:
-        config = component.config_name or component.config or "not quantized"
+        without = "no config, quantized tensors" if component.num_quantized else "not quantized"
+        config = component.config_name or component.config or without
         title = " · ".join(filter(None, (component.name, component.class_name, config)))
         shown += [_line(title, style="bold"), _component_report(component), *_report_lines(component)]
         if layers:
@@ -161,6 +162,8 @@ def _report_lines(component: ComponentReport) -> list[RenderableType]:
         lines.append(Text(f"weights  {component.quantized_bits_per_weight:.2f} bits each where quantized"))
     if component.needs:
         lines.append(Text(f"loads    after `import {component.needs}`"))
+    if any(tally.kind == "Int4Tensor" for tally in component.tallies):
+        lines.append(Text("loads    with `aoquant.load`, as what its device computes with"))
     if component.config_name and component.config:
         lines.append(_line("config   " + component.config))
     if component.versions:

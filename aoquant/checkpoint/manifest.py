@@ -29,7 +29,8 @@ class ComponentRecord:
     """What became of one component.
 
     kept: reason → number of Linear weights left unquantized for it. needs: the module that has to be imported before
-    plain diffusers and transformers load it, empty if none.
+    plain diffusers and transformers load it, empty if none; `aoquant` itself where only its own `load` gives a class
+    that computes on any device.
     """
 
     name: str
@@ -125,13 +126,18 @@ def snippet(
     records = list(components)
     classes: dict[str, list[str]] = {"diffusers": ["DiffusionPipeline"]} if rest is not None else {}
     for record in records:
-        classes.setdefault(record.library, []).append(record.class_name)
+        if record.needs != "aoquant":
+            classes.setdefault(record.library, []).append(record.class_name)
     needed = sorted({record.needs for record in records if record.needs})
     lines = [*(f"import {module}" for module in needed), "import torch"]
     lines += [f"from {library} import {', '.join(sorted(set(names)))}" for library, names in sorted(classes.items())]
     lines.append("")
     for record in records:
         arguments = [f'"{folder}"']
+        if record.needs == "aoquant":
+            which = f', component="{record.name}"' if record.name else ""
+            lines.append(f'{record.name or "model"} = aoquant.load("{folder}"{which})')
+            continue
         if record.name:
             arguments.append(f'subfolder="{record.name}"')
         arguments.append(f"dtype=torch.{dtype}")
@@ -169,7 +175,13 @@ def model_card(manifest: Manifest, *, title: str, rest: Origin | None) -> str:
     loading = [
         f"`import {module}` comes first: the weights are of a class that aoquant brings (`pip install aoquant`)."
         for module in needed
+        if module != "aoquant"
     ]
+    if "aoquant" in needed:
+        loading.append(
+            "`aoquant.load` gives int4 weights the class that computes on their device (`pip install aoquant`). Plain "
+            "`from_pretrained` gives torchao's plain class, which computes on CUDA with the mslk package."
+        )
     body = [
         *front, "", f"# {title}", "", f"{named}, quantized with torchao by aoquant {manifest.writer}.", "",
         *rows, "", "## Loading", "", *loading, *[""][: len(loading)], "```python",

@@ -7,8 +7,9 @@ import torch
 from aoquant.errors import UsageError
 
 
-def choose(name: str) -> torch.device:
+def choose(name: str | torch.device) -> torch.device:
     """`auto` (an accelerator if there is one) or a device's own name → a device that exists. Raises UsageError."""
+    name = str(name)
     if name == "auto":
         return torch.device(available()[0])
     have = available()

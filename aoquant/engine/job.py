@@ -110,7 +110,7 @@ class Plan:
                     library=component.source.library,
                     class_name=component.source.class_name,
                     config=str(component.config),
-                    needs=LOW_BIT_MODULE if component.config.is_packed else "",
+                    needs=_needs(component.config),
                     num_quantized=component.num_quantized,
                     kept=dict(sorted(component.kept.items())),
                     num_other=component.num_other,
@@ -196,6 +196,12 @@ def make_plan(
         return plan
     warning = f"{plan.output_bytes:,} bytes would be written, {free:,} are free on the disk of {output}"
     return dataclasses.replace(plan, warnings=(*plan.warnings, warning))
+
+
+def _needs(config: QuantConfig) -> str:
+    if config.row.family == "int4" and config.options["layout"] == "plain":
+        return "aoquant"
+    return LOW_BIT_MODULE if config.is_packed else ""
 
 
 def _component_files(plans: Sequence[ComponentPlan]) -> list[OutputFile]:

@@ -505,6 +505,26 @@ def test_the_snippet_that_is_printed_loads_the_result(
     assert out.endswith(snippet)
 
 
+@pytest.mark.parametrize("config", ["int4wo:group_size=32", "uint4wo:group_size=32", "fp6wo"])
+def test_the_snippet_of_small_weights_computes_here(
+    config: str,
+    whole_pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = run(
+        ["quantize", str(whole_pipeline / "transformer"), "--transformer", config, "-o", "o", "--json"], capsys
+    )
+    namespace: dict[str, Any] = {}
+    exec(json.loads(out)["snippet"], namespace)
+    model = namespace["model"]
+    inputs = torch.zeros(2, model.config.joint_attention_dim, dtype=torch.bfloat16)
+    assert model.context_embedder(inputs).isfinite().all()
+    assert "aoquant" in (tmp_path / "o" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("argv", [["quantize", *BOTH, "-o", "out"], ["load", "done"]], ids=lambda argv: argv[0])
 def test_a_process_of_its_own_says_nothing_but_the_document(argv: list[str], work: Path) -> None:
     """What the libraries print when they are first imported, on either stream, is held back."""

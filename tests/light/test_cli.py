@@ -88,6 +88,7 @@ ROWS = [
     bad("value that an option lacks", "quantize pipe --transformer int4wo:group_size=48", 2, "group_size=48", "64"),
     bad("option without =", "quantize pipe --transformer int4wo:group_size", 2, "'group_size'", "key=value"),
     bad("option given twice", "plan pipe --vae int4wo:group_size=64,group_size=32", 2, "'group_size'", "twice"),
+    bad("option against its name", "plan pipe --vae fp4_e3m0wo:dtype=e1m2", 2, "says dtype twice: e3m0 and e1m2"),
     bad("colon without an option", "quantize pipe --transformer int8wo:", 2, "no option after its colon"),
     bad("uintx without bits", "quantize pipe --transformer uintx", 2, "uint1wo to uint7wo"),
     # Components.

@@ -138,6 +138,8 @@ def test_devices(device: str) -> None:
         ({"unet": "int8wo"}, {"dtype": 16}, "'16'"),
         ({"unet": "int8wo"}, {"device": 0}, "'0'"),
         ({"unet": "int8wo"}, {"skip": [1]}, "patterns"),
+        ({"unet": "int8wo"}, {"skip": 3}, "patterns"),
+        ({4: "int8wo"}, {}, "not names and configs"),
         ({"unet": "int8wo"}, {"output": " "}, "no folder's name"),
         ({"unet": "int8wo"}, {"output": 5}, "no folder's name"),
         ({"unet": "int8wo"}, {"max_shard_size": None}, "not a size"),
