@@ -85,7 +85,7 @@ FORMS: Mapping[str, Form] = {
     "uint4wo unpacked": Form(make=unpacked("int4")),
     "uint3wo": Form(make=packed("int3"), unpacked="uint3wo unpacked"),
     "uint3wo unpacked": Form(make=unpacked("int3")),
-    "fp6wo": Form(make=packed("fp6_e3m2")),
+    "fp6wo": Form(make=packed("fp6_e2m3")),
 }
 
 
