@@ -387,6 +387,7 @@ class LowBitTensor(TorchAOBaseTensor):  # type: ignore[misc]
         return f"element={self.element}, block_size={self.block_size}, shape={tuple(self.shape)}, device={self.device}"
 
 
+# torchao has no types: hence the ignores on what is made from it.
 implements = LowBitTensor.implements
 implements_torch_function = LowBitTensor.implements_torch_function
 

@@ -128,22 +128,21 @@ def snippet(
     for record in records:
         if record.needs != "aoquant":
             classes.setdefault(record.library, []).append(record.class_name)
-    needed = sorted({record.needs for record in records if record.needs})
-    lines = [*(f"import {module}" for module in needed), "import torch"]
+    lines = [*(f"import {module}" for module in _needed(records)), "import torch"]
     lines += [f"from {library} import {', '.join(sorted(set(names)))}" for library, names in sorted(classes.items())]
     lines.append("")
     for record in records:
+        variable = record.name or "model"
         arguments = [f'"{folder}"']
         if record.needs == "aoquant":
-            which = f', component="{record.name}"' if record.name else ""
-            lines.append(f'{record.name or "model"} = aoquant.load("{folder}"{which})')
+            arguments += [f'component="{record.name}"'] if record.name else []
+            lines.append(f"{variable} = aoquant.load({', '.join(arguments)})")
             continue
         if record.name:
             arguments.append(f'subfolder="{record.name}"')
         arguments.append(f"dtype=torch.{dtype}")
         if format == "bin" and record.library == "diffusers":
             arguments.append("use_safetensors=False")
-        variable = record.name or "model"
         lines.append(f"{variable} = {record.class_name}.from_pretrained({', '.join(arguments)})")
     if rest is not None:
         arguments = [f'"{rest.repo_id or rest.model}"']
@@ -151,6 +150,11 @@ def snippet(
         arguments += [f"{record.name}={record.name}" for record in records]
         lines.append(f"pipeline = DiffusionPipeline.from_pretrained({', '.join(arguments)}, dtype=torch.{dtype})")
     return "\n".join(lines) + "\n"
+
+
+def _needed(components: Iterable[ComponentRecord]) -> list[str]:
+    """What `components` need to be imported, each module once."""
+    return sorted({record.needs for record in components if record.needs})
 
 
 def model_card(manifest: Manifest, *, title: str, rest: Origin | None) -> str:
@@ -171,7 +175,7 @@ def model_card(manifest: Manifest, *, title: str, rest: Origin | None) -> str:
             f"| {sum(record.kept.values())} | {record.num_other} |"
         )
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    needed = sorted({record.needs for record in manifest.components if record.needs})
+    needed = _needed(manifest.components)
     loading = [
         f"`import {module}` comes first: the weights are of a class that aoquant brings (`pip install aoquant`)."
         for module in needed
@@ -182,9 +186,11 @@ def model_card(manifest: Manifest, *, title: str, rest: Origin | None) -> str:
             "`aoquant.load` gives int4 weights the class that computes on their device (`pip install aoquant`). Plain "
             "`from_pretrained` gives torchao's plain class, which computes on CUDA with the mslk package."
         )
+    if loading:
+        loading.append("")
     body = [
         *front, "", f"# {title}", "", f"{named}, quantized with torchao by aoquant {manifest.writer}.", "",
-        *rows, "", "## Loading", "", *loading, *[""][: len(loading)], "```python",
+        *rows, "", "## Loading", "", *loading, "```python",
         snippet(manifest.components, folder=title, format=manifest.format, dtype=manifest.dtype, rest=rest).rstrip(),
         "```", "",
         f"Made with {versions}. `aoquant.json` lists every file with its SHA-256.", "",

@@ -481,6 +481,15 @@ def whole_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def executed_snippet(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
+    """The snippet that a `quantize` prints, and the names that it defines."""
+    _, out, _ = run([*argv, "--json"], capsys)
+    snippet: str = json.loads(out)["snippet"]
+    namespace: dict[str, Any] = {}
+    exec(snippet, namespace)
+    return snippet, namespace
+
+
 @pytest.mark.parametrize("full", [[], ["--full"]], ids=["", "full"])
 @pytest.mark.parametrize("format_", ["bin", "safetensors"])
 def test_the_snippet_that_is_printed_loads_the_result(
@@ -493,10 +502,7 @@ def test_the_snippet_that_is_printed_loads_the_result(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ["quantize", str(whole_pipeline), *BOTH[1:], "-o", "out", "--format", format_, *full]
-    _, out, _ = run([*argv, "--json"], capsys)
-    snippet = json.loads(out)["snippet"]
-    namespace: dict[str, Any] = {}
-    exec(snippet, namespace)
+    snippet, namespace = executed_snippet(argv, capsys)
     assert type(namespace["transformer"].proj_out.weight.data).__name__ == "Int8Tensor"
     assert type(namespace["text_encoder_2"]).__name__ == "T5EncoderModel"
     assert namespace["pipeline"].transformer is namespace["transformer"]
@@ -514,11 +520,8 @@ def test_the_snippet_of_small_weights_computes_here(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    _, out, _ = run(
-        ["quantize", str(whole_pipeline / "transformer"), "--transformer", config, "-o", "o", "--json"], capsys
-    )
-    namespace: dict[str, Any] = {}
-    exec(json.loads(out)["snippet"], namespace)
+    argv = ["quantize", str(whole_pipeline / "transformer"), "--transformer", config, "-o", "o"]
+    _, namespace = executed_snippet(argv, capsys)
     model = namespace["model"]
     inputs = torch.zeros(2, model.config.joint_attention_dim, dtype=torch.bfloat16)
     assert model.context_embedder(inputs).isfinite().all()
