@@ -39,15 +39,12 @@ def quantize(
     return run(make_request(str(model), components, options), on_progress=on_progress)
 
 
-def plan(
-    model: str | Path,
-    components: Mapping[str, str],
-    *,
-    on_progress: OnProgress | None = None,
-    **options: Unpack[Options],
-) -> Plan:
-    """What `quantize` with the same arguments would do: each tensor's fate, each file to the byte. Writes nothing."""
-    return prepare(make_request(str(model), components, options), on_progress=on_progress)
+def plan(model: str | Path, components: Mapping[str, str], **options: Unpack[Options]) -> Plan:
+    """What `quantize` with the same arguments would do: each tensor's fate, each file to the byte. Writes nothing.
+
+    From the Hub come configs and the headers of weight files, and no weights.
+    """
+    return prepare(make_request(str(model), components, options))
 
 
 def inspect(path: str | Path) -> Report:
@@ -77,8 +74,8 @@ def load(folder: str | Path, *, component: str | None = None, device: str = "cpu
     return loaded.module
 
 
-def prepare(request: Request, *, on_progress: OnProgress | None = None) -> Plan:
-    """Fetch what `request` needs, and plan it."""
+def prepare(request: Request) -> Plan:
+    """Open the source of `request`, and plan it."""
     from aoquant.source import open_source
 
     _refuse_device(request)
@@ -88,15 +85,13 @@ def prepare(request: Request, *, on_progress: OnProgress | None = None) -> Plan:
         revision=request.revision,
         variant=request.variant,
         offline=request.offline,
-        whole=request.full,
-        on_progress=on_progress,
     )
     from aoquant.engine.job import make_plan
 
     return make_plan(
         source,
         request.configs,
-        output=request.output,
+        folder=request.output,
         format=request.format,
         dtype=request.dtype,
         skip=request.skip,
@@ -125,7 +120,7 @@ def run(request: Request, *, on_progress: OnProgress | None = None) -> Result:
     from aoquant.output import check_place
 
     check_place(request.output, overwrite=request.overwrite)  # before anything is fetched
-    job = prepare(request, on_progress=on_progress)
+    job = prepare(request)
     from aoquant.engine import devices
     from aoquant.engine.run import write
 

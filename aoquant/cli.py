@@ -129,8 +129,7 @@ def _plan(request: Request, console: Console, verbose: bool) -> None:
     from aoquant import api
     from aoquant.tables import plan_tables
 
-    with console.progress() as on_progress:
-        plan = api.prepare(request, on_progress=on_progress)
+    plan = api.prepare(request)
     for warning in plan.warnings:
         console.note(warning)
     console.result(plan.to_json(), lambda: plan_tables(plan, every_tensor=verbose))

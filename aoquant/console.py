@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from aoquant.errors import AoquantError
 
 _LINE_EVERY_S = 5.0
 _PLAIN_WIDTH = 120  # where there is no terminal to ask
+_MEANWHILE = "downloading"  # how a stage begins that goes on beside the others, and has a bar of its own
 
 
 def open_streams() -> None:
@@ -113,10 +115,11 @@ def _bar(console: RichConsole) -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn(compact=True),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None, visible=False)
+        tasks = {kind: progress.add_task("", total=None, visible=False) for kind in (True, False)}
 
         def update(stage: str, done: int, total: int) -> None:
-            progress.update(task, description=escape(stage), completed=done, total=total, visible=True)
+            task = tasks[stage.startswith(_MEANWHILE)]
+            progress.update(task, description=escape(stage), completed=done, total=total, visible=done < total)
 
         yield update
 
@@ -126,16 +129,17 @@ class _Lines:
 
     def __init__(self, console: RichConsole) -> None:
         self._console = console
-        self._started: float | None = None
-        self._said = 0.0
+        self._started = time.monotonic()
+        self._said = {True: self._started, False: self._started}  # when, of what goes on meanwhile and of the rest
+        self._lock = threading.Lock()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if self._started is None:
-            self._started = self._said = now
-        if now - self._said < _LINE_EVERY_S:
-            return
-        self._said = now
+        kind = stage.startswith(_MEANWHILE)
+        with self._lock:
+            if now - self._said[kind] < _LINE_EVERY_S:
+                return
+            self._said[kind] = now
         percent = 100 * done / total if total else 100.0
         self._console.print(
             f"{escape(stage)}: {percent:.0f} % ({size(done)} of {size(total)}) after {now - self._started:.0f} s"

@@ -5,24 +5,30 @@ The only module that talks to the Hub. huggingface_hub is imported when a functi
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import inspect
 import re
-import shutil
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from aoquant.checkpoint.files import quoted
+from aoquant.checkpoint.files import Opener, Seekable, open_file, quoted
 from aoquant.errors import AoquantError, CheckpointError, ResourceError, SourceError
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done so far and the bytes there are to do."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_RANGE_BYTES = 1 << 14  # the least that a request by range asks for
+_PARALLEL = 4  # files at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,42 +96,182 @@ def fetch(snapshot: Snapshot, path: str) -> Path:
     return _fetch(snapshot.repo_id, path, revision=snapshot.commit)
 
 
-def download(snapshot: Snapshot, paths: Collection[str], *, on_progress: OnProgress | None = None) -> None:
-    """Bring those of the files `paths` that are not cached yet, one after the other.
+def opener(snapshot: Snapshot) -> Opener:
+    """Opens the commit's files where they will lie: from the cache if they are there, else by ranges over the network.
 
-    Raises ResourceError, before the first byte, if they do not fit the disk, and SourceError. One file at a
-    time, so that an interrupt stops at once; where the Hub's xet serves a file, it comes in parallel pieces.
+    A range is a few kilobytes around what is read, so that the header of a file costs little more than its own bytes.
     """
-    if snapshot.offline:
-        return
-    with _hub_errors(snapshot.repo_id, revision=snapshot.commit):
-        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
-        cache = Path(constants.HF_HUB_CACHE)
-        missing = [
-            path
-            for path in paths
-            if not isinstance(try_to_load_from_cache(snapshot.repo_id, path, revision=snapshot.commit), str)
-        ]
-    # Contents that another commit shares are in the cache already, under the same name.
-    blobs = cache / f"models--{snapshot.repo_id.replace('/', '--')}" / "blobs"
-    wanted = {path: snapshot.files[path] for path in missing}
-    sizes = {path: 0 if file.blob and (blobs / file.blob).is_file() else file.size for path, file in wanted.items()}
-    total = sum(sizes.values())
-    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(existing).free
-    if total > free:
-        raise ResourceError(
-            f"{snapshot.repo_id}: {_gigabytes(total)} to download, and {cache} has {_gigabytes(free)} free",
-            hint="free some space, or set HF_HOME to a folder on a larger disk",
-        )
-    finished = 0
-    for path, size in sizes.items():
-        counter = _Counter(f"downloading {path}", start=finished, size=size, total=total, report=on_progress)
-        with _hub_errors(snapshot.repo_id, revision=snapshot.commit):
-            hf_hub_download(snapshot.repo_id, path, revision=snapshot.commit, **_quiet(counter.add))
-        finished += size
-        counter.add(size)
+    @contextmanager
+    def open_there(path: Path) -> Iterator[tuple[Seekable, int]]:
+        name = path.relative_to(snapshot.folder).as_posix()
+        file = snapshot.files.get(name)
+        if path.is_file() or snapshot.offline or file is None:
+            with open_file(path) as opened:
+                yield opened
+        elif (blob := _cached_blob(snapshot, file)) is not None:
+            with open_file(blob) as opened:
+                yield opened
+        else:
+            yield _Ranges(snapshot, name), file.size
+
+    return open_there
+
+
+class _Ranges:
+    """A file on the Hub, of which only the ranges that are read are transferred. Not for several threads."""
+
+    def __init__(self, snapshot: Snapshot, name: str) -> None:
+        self._snapshot = snapshot
+        self._name = name
+        self._size = snapshot.files[name].size
+        self._position = 0
+        self._start = 0
+        self._kept = b""
+
+    def seek(self, offset: int, /) -> int:
+        self._position = offset
+        return offset
+
+    def read(self, size: int, /) -> bytes:
+        start, stop = self._position, min(self._position + size, self._size)
+        if stop <= start:
+            return b""
+        if start < self._start or stop > self._start + len(self._kept):
+            self._kept = self._transfer(start, min(max(stop, start + _RANGE_BYTES), self._size))
+            self._start = start
+        content = self._kept[start - self._start : stop - self._start]
+        self._position += len(content)
+        return content
+
+    def _transfer(self, start: int, stop: int) -> bytes:
+        repo_id, commit = self._snapshot.repo_id, self._snapshot.commit
+        with _hub_errors(repo_id, revision=commit):
+            from huggingface_hub import hf_hub_url
+            from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented there, though not in __all__
+                build_hf_headers,
+                hf_raise_for_status,
+                http_backoff,
+            )
+
+            url = hf_hub_url(repo_id, self._name, revision=commit)
+            headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
+            response = http_backoff("GET", url, headers=headers)
+            hf_raise_for_status(response)
+            content: bytes = response.content
+        if response.status_code != 206 or len(content) != stop - start:
+            raise SourceError(
+                f"{_host()} does not give parts of files, which planning needs",
+                hint="check HF_ENDPOINT; or download the repository with `hf download`, and name its folder",
+            )
+        return content
+
+
+def bytes_to_download(snapshot: Snapshot, paths: Collection[Path]) -> int:
+    """How many bytes of the files at `paths`, in the commit's folder, are not in the cache yet."""
+    return sum(_missing(snapshot, paths).values())
+
+
+def cache_folder() -> Path:
+    """Where the Hub's cache is; it need not exist yet."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _missing(snapshot: Snapshot, paths: Collection[Path]) -> dict[str, int]:
+    """Name → bytes to transfer, of those files that the commit's folder lacks; 0 where the contents are cached."""
+    if snapshot.offline:
+        return {}
+    names = [path.relative_to(snapshot.folder).as_posix() for path in paths if not path.is_file()]
+    files = {name: snapshot.files[name] for name in names}
+    return {name: file.size if _cached_blob(snapshot, file) is None else 0 for name, file in files.items()}
+
+
+def _cached_blob(snapshot: Snapshot, file: RemoteFile) -> Path | None:
+    """Contents that another commit shares are in the cache already, under the same name."""
+    blob = snapshot.folder.parent.parent / "blobs" / file.blob
+    return blob if file.blob and blob.is_file() else None
+
+
+@contextmanager
+def arriving(
+    snapshot: Snapshot, paths: Collection[Path], *, on_progress: OnProgress | None = None
+) -> Iterator[Callable[[Path], None]]:
+    """Bring those of the files at `paths` that are not cached yet, in their order and a few at a time, meanwhile.
+
+    Gives a function that waits until one of them is there, and raises SourceError or ResourceError if it cannot be had.
+    Leaving the context stops what is still under way; huggingface_hub takes it up again another time.
+    """
+    download = _Download(snapshot, _missing(snapshot, paths), on_progress)
+    try:
+        yield download.wait
+    finally:
+        download.stop()
+
+
+class _Stopped(Exception):  # noqa: N818  (no error: the download is no longer wanted)
+    pass
+
+
+class _Download:
+    """A few threads that take one file after the other. They are daemons: an interrupt waits for no network."""
+
+    def __init__(self, snapshot: Snapshot, sizes: Mapping[str, int], on_progress: OnProgress | None) -> None:
+        self._snapshot = snapshot
+        self._results: dict[str, Future[None]] = {name: Future() for name in sizes}
+        self._todo = deque(sizes)
+        self._sizes = sizes
+        self._done = dict.fromkeys(sizes, 0)
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._stopped = False
+        for number in range(min(_PARALLEL, len(sizes))):
+            threading.Thread(target=self._work, name=f"aoquant-download-{number}", daemon=True).start()
+
+    def wait(self, path: Path) -> None:
+        result = self._results.get(path.relative_to(self._snapshot.folder).as_posix())
+        if result is not None:
+            result.result()
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def _work(self) -> None:
+        from huggingface_hub import hf_hub_download
+
+        snapshot = self._snapshot
+        while not self._stopped:
+            try:
+                name = self._todo.popleft()
+            except IndexError:
+                return
+            try:
+                with _hub_errors(snapshot.repo_id, revision=snapshot.commit):
+                    bar = _quiet(functools.partial(self._count, name))
+                    hf_hub_download(snapshot.repo_id, name, revision=snapshot.commit, **bar)
+                self._count(name, self._sizes[name])
+            except BaseException as error:
+                self._fail(name, error)
+            else:
+                self._results[name].set_result(None)
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        """End it for all: nobody waits for a file that is not to come."""
+        self._results[name].set_exception(error)
+        with contextlib.suppress(IndexError):
+            while True:
+                self._results[self._todo.popleft()].set_exception(error)
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        """Count bytes of a file that arrived: negative when a retry starts it anew."""
+        if self._stopped:
+            raise _Stopped
+        with self._lock:
+            self._done[name] = max(0, min(self._done[name] + num_bytes, self._sizes[name]))
+            if self._on_progress is not None:
+                stage = f"downloading {self._snapshot.repo_id}"
+                self._on_progress(stage, sum(self._done.values()), sum(self._sizes.values()))
 
 
 def absent(snapshot: Snapshot, what: list[str]) -> AoquantError:
@@ -167,25 +313,6 @@ def _fetch(repo_id: str, path: str, *, revision: str) -> Path:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(repo_id, path, revision=revision, **_quiet(None)))
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
-
-
-class _Counter:
-    """Counts the bytes of one file of a download, and reports the whole download's."""
-
-    def __init__(self, stage: str, *, start: int, size: int, total: int, report: OnProgress | None) -> None:
-        self._stage, self._start, self._size, self._total, self._report = stage, start, size, total, report
-        self._done = 0
-        self.add(0)
-
-    def add(self, num_bytes: int) -> None:
-        """Negative when a retry starts the file anew."""
-        self._done = max(0, min(self._done + num_bytes, self._size))
-        if self._report is not None:
-            self._report(self._stage, self._start + self._done, self._total)
 
 
 def _quiet(on_bytes: Callable[[int], None] | None) -> dict[str, Any]:

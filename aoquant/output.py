@@ -109,9 +109,22 @@ def _try_making_a_folder(output: Path) -> None:
             folder.rmdir()
 
 
-def check_disk(output: Path, num_bytes: int) -> None:
-    """Raise ResourceError if the disk that `output` will lie on has less than `num_bytes` free."""
+def check_disk(output: Path, num_bytes: int, *, cache: Path | None = None, download_bytes: int = 0) -> None:
+    """Raise ResourceError if `num_bytes` for `output`, or what comes into `cache` before, does not fit their disks."""
     free = free_bytes(output)
+    if cache is not None and download_bytes:
+        if same_disk(cache, output):
+            if num_bytes + download_bytes > free:
+                raise ResourceError(
+                    f"{download_bytes:,} bytes to download and {num_bytes:,} for {output} are needed, "
+                    f"{free:,} are free on their disk",
+                    hint="free some space, or set HF_HOME or --output to a folder on another disk",
+                )
+        elif download_bytes > (left := free_bytes(cache)):
+            raise ResourceError(
+                f"{download_bytes:,} bytes are to be downloaded, {left:,} are free on the disk of {cache}",
+                hint="free some space, or set HF_HOME to a folder on a larger disk",
+            )
     if num_bytes > free:
         raise ResourceError(
             f"{num_bytes:,} bytes are needed for {output}, {free:,} are free on its disk",
@@ -119,10 +132,18 @@ def check_disk(output: Path, num_bytes: int) -> None:
         )
 
 
-def free_bytes(output: Path) -> int:
-    """Free bytes on the disk that `output` will lie on."""
-    existing = next(folder for folder in _place(output).parents if folder.is_dir())
-    return shutil.disk_usage(existing).free
+def free_bytes(folder: Path) -> int:
+    """Free bytes on the disk that `folder`, which need not exist yet, will lie on."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def same_disk(one: Path, other: Path) -> bool:
+    """Whether two folders, which need not exist yet, will lie on the same file system."""
+    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
+
+
+def _existing(folder: Path) -> Path:
+    return next(parent for parent in (_place(folder), *_place(folder).parents) if parent.is_dir())
 
 
 @contextlib.contextmanager

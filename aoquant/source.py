@@ -1,8 +1,8 @@
-"""MODEL → component folders and files on disk.
+"""MODEL → component folders and files, on disk or yet to come.
 
-A local folder needs nothing but the standard library. From the Hub come the metadata first (model_index.json,
-config.json, shard indexes) and, once they have shown that the job can be done, the weights of the components
-asked for and no others, all of one exact commit.
+A local folder needs nothing but the standard library. From the Hub come the small files first (model_index.json,
+config.json, shard indexes), of weights only the parts that describe them, and, once all of that has shown that the
+job can be done, the weights of the components asked for and no others, all of one exact commit.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from aoquant import hub
-from aoquant.checkpoint.files import quoted
+from aoquant.checkpoint.files import Opener, open_file, quoted
 from aoquant.checkpoint.layout import (
     CONFIG,
     MODEL_INDEX,
@@ -42,7 +43,7 @@ _SHARD_INDEX = re.compile(r"\.index(\.[^.]+)?\.json$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentSource:
-    """One component on disk, weights and all.
+    """One component, and where its weights are or will be.
 
     name: its name in the pipeline, empty where the source is a flat component folder. class_name: the class
     of `library` that `config` (the parsed config.json) is for.
@@ -63,7 +64,8 @@ class Source:
     model: the repository's id or the folder's own name, fit to be written into a result (never a path of this
     machine). revision: the exact commit, None for a local folder. model_index: the parsed model_index.json,
     None for a single component. components: all that hold weights, in the pipeline's order; for a single
-    component the name that was asked for, if any.
+    component the name that was asked for, if any. snapshot: the commit on the Hub, whose weight files `arriving`
+    brings; None for a local folder.
     """
 
     kind: Literal["pipeline", "component"]
@@ -74,24 +76,44 @@ class Source:
     model_index: Mapping[str, Any] | None
     components: tuple[str, ...]
     variant: str | None
+    snapshot: hub.Snapshot | None
 
-    def other_files(self, *, quantized: Collection[str]) -> dict[PurePosixPath, Path]:
-        """What makes a whole pipeline of its `quantized` components: path in the pipeline → file on disk.
+    @property
+    def opener(self) -> Opener:
+        """Opens the source's files, those too that have not arrived."""
+        return open_file if self.snapshot is None else hub.opener(self.snapshot)
+
+    def other_files(self, *, quantized: Collection[str]) -> dict[PurePosixPath, tuple[Path, int]]:
+        """What makes a whole pipeline of its `quantized` components: path in the pipeline → (file, bytes).
 
         All files of its other parts, of their weights one format and variant, and of its root but the model
-        card; nothing for a single component. Raises CheckpointError if a part is missing. From the Hub, only
-        a source opened with `whole` has them.
+        card; nothing for a single component. Raises CheckpointError if a part is missing.
         """
-        paths = (path for path in self.folder.rglob("*") if path.is_file())
-        files = {path.relative_to(self.folder).as_posix(): path for path in paths}
-        wanted = _other_paths(
-            self,
-            files,
-            quantized=quantized,
-            weight_paths=lambda name, variant: _local_weight_paths(self.folder, name, variant=variant),
-            absent=lambda name: _incomplete(self.model, name),
-        )
-        return {PurePosixPath(path): files[path] for path in wanted}
+        snapshot = self.snapshot
+        if snapshot is None:
+            paths = (path for path in self.folder.rglob("*") if path.is_file())
+            files = {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in paths}
+        else:
+            files = {path: file.size for path, file in snapshot.files.items()}
+        wanted = _other_paths(self, files, quantized=quantized)
+        return {PurePosixPath(path): (self.folder / path, files[path]) for path in wanted}
+
+    @property
+    def cache(self) -> Path | None:
+        """Where files arrive that are not on this disk yet; None for a local folder."""
+        return None if self.snapshot is None else hub.cache_folder()
+
+    def bytes_to_download(self, paths: Collection[Path]) -> int:
+        """How many bytes of the files at `paths` are not on this disk yet."""
+        return 0 if self.snapshot is None else hub.bytes_to_download(self.snapshot, paths)
+
+    def arriving(
+        self, paths: Collection[Path], *, on_progress: hub.OnProgress | None = None
+    ) -> AbstractContextManager[Callable[[Path], None]]:
+        """As `hub.arriving`: a function that waits for one of `paths`. A local folder has them all."""
+        if self.snapshot is None:
+            return nullcontext(lambda _: None)
+        return hub.arriving(self.snapshot, paths, on_progress=on_progress)
 
 
 def open_source(
@@ -101,19 +123,14 @@ def open_source(
     revision: str | None = None,
     variant: str | None = None,
     offline: bool = False,
-    whole: bool = False,
-    on_progress: hub.OnProgress | None = None,
 ) -> Source:
-    """Find `model`, and bring what `components` need onto this disk.
+    """Find `model`, and bring the small files that describe `components` onto this disk. No weights.
 
     model: an existing folder (a pipeline or one component), else `org/name` or `org/name@revision` on the
-    Hub. offline: take everything from the Hub's cache (so does HF_HUB_OFFLINE). whole: bring the files of the
-    pipeline's other parts too, those of `Source.other_files`.
+    Hub. offline: take everything from the Hub's cache (so does HF_HUB_OFFLINE).
 
     Raises UsageError for a component that the model lacks or for contradicting revisions; SourceError if the
-    model cannot be had; CheckpointError if what is there cannot be used; ResourceError if the download does
-    not fit the disk. The first three are ruled out, as far as the small files tell, before any weights are
-    fetched.
+    model cannot be had; CheckpointError if what is there cannot be used.
     """
     folder = _local_folder(model)
     if folder is not None:
@@ -133,18 +150,8 @@ def open_source(
         components=components,
         variant=variant,
     )
-    needed: list[str] = []
     for name in components:
-        needed += _needed_files(snapshot, source, name)
-    if whole:
-        needed += _other_paths(
-            source,
-            snapshot.files,
-            quantized=components,
-            weight_paths=lambda name, variant: _weight_paths(snapshot, name, variant=variant),
-            absent=lambda name: hub.absent(snapshot, [f"{name}/"]),
-        )
-    hub.download(snapshot, list(dict.fromkeys(needed)), on_progress=on_progress)
+        _fetch_small_files(snapshot, source, name)
     return source
 
 
@@ -158,13 +165,17 @@ def open_component(source: Source, name: str) -> ComponentSource:
     library, class_name, config = _identify(source, name)
     is_pipeline = source.model_index is not None
     folder = source.folder / name if is_pipeline else source.folder
+    listing = None
+    if source.snapshot is not None:
+        sizes = {source.folder / path: file.size for path, file in source.snapshot.files.items()}
+        listing = {path.name: size for path, size in sizes.items() if path.parent == folder}
     return ComponentSource(
         name=name if is_pipeline else "",
         folder=folder,
         library=library,
         class_name=class_name,
         config=config,
-        weights=find_weights(folder, variant=source.variant),
+        weights=find_weights(folder, variant=source.variant, listing=listing),
     )
 
 
@@ -264,6 +275,7 @@ def _open_folder(
         model_index=model_index,
         components=have,
         variant=variant,
+        snapshot=snapshot,
     )
 
 
@@ -388,13 +400,12 @@ def _refuse_quantized(config: Mapping[str, Any], *, where: str) -> None:
 # Which files a job needs.
 
 
-def _needed_files(snapshot: hub.Snapshot, source: Source, name: str) -> list[str]:
-    """The files of one component. Fetches the small ones, and refuses what they show to be unfit."""
+def _fetch_small_files(snapshot: hub.Snapshot, source: Source, name: str) -> None:
+    """Fetch what describes one component, and refuse what it shows to be unfit."""
     folder = name if source.model_index is not None else ""
-    config = f"{folder}/{CONFIG}".lstrip("/")
-    hub.fetch(snapshot, config)
+    hub.fetch(snapshot, f"{folder}/{CONFIG}".lstrip("/"))
     _identify(source, name)
-    return [config, *_weight_paths(snapshot, folder, variant=source.variant)]
+    _weight_paths(snapshot, folder, variant=source.variant)
 
 
 def _weight_paths(snapshot: hub.Snapshot, folder: str, *, variant: str | None) -> list[str]:
@@ -427,20 +438,21 @@ def _local_weight_paths(folder: Path, name: str, *, variant: str | None) -> list
     return [f"{name}/{path.name}" for path in (weights.index, *weights.files) if path is not None]
 
 
-def _other_paths(
-    source: Source,
-    files: Collection[str],
-    *,
-    quantized: Collection[str],
-    weight_paths: Callable[[str, str | None], list[str]],
-    absent: Callable[[str], AoquantError],
-) -> list[str]:
-    """The paths of `Source.other_files` among `files`, those of the folder or of the repository.
-
-    weight_paths: (component, variant) → its weight files. absent: the error for a part without any file.
-    """
+def _other_paths(source: Source, files: Collection[str], *, quantized: Collection[str]) -> list[str]:
+    """The paths of `Source.other_files` among `files`, those of the folder or of the repository."""
     if source.model_index is None:
         return []
+
+    def weight_paths(name: str, variant: str | None) -> list[str]:
+        if source.snapshot is None:
+            return _local_weight_paths(source.folder, name, variant=variant)
+        return _weight_paths(source.snapshot, name, variant=variant)
+
+    def absent(name: str) -> AoquantError:
+        if source.snapshot is None:
+            return _incomplete(source.model, name)
+        return hub.absent(source.snapshot, [f"{name}/"])
+
     shown = [path for path in files if not any(part.startswith(".") for part in path.split("/"))]
     wanted = [path for path in shown if "/" not in path and path != CARD and not _is_weight_file(path)]
     for name in _parts(source.model_index):

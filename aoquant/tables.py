@@ -53,6 +53,7 @@ def plan_tables(plan: Plan, *, every_tensor: bool) -> RenderableType:
         *_kept_lines(plan),
         Text(f"output  {plan.output}: {total}"),
         Text(f"memory  about {size(plan.working_bytes)} of tensor data at a time"),
+        *([Text(f"download {size(plan.download_bytes)}")] if plan.source.cache is not None else []),
     )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from aoquant.checkpoint.files import quoted
+from aoquant.checkpoint.files import Seekable, quoted, read_up_to
 from aoquant.errors import CheckpointError
 
 MAX_DIRECTORY_BYTES = 64_000_000
@@ -24,14 +24,6 @@ _LOCAL = struct.Struct("<4s22xHH")
 _MAX_COMMENT = 65_535
 _ONES32 = 0xFFFFFFFF
 _ZIP64_EXTRA = 1
-
-
-class Seekable(Protocol):
-    """What is needed of an open binary file."""
-
-    def seek(self, offset: int, /) -> int: ...
-
-    def read(self, size: int, /) -> bytes: ...
 
 
 class Record(NamedTuple):
@@ -81,12 +73,9 @@ class Archive:
         if not 0 <= offset <= self.num_bytes - count:
             raise self.damaged(f"its zip points to byte {offset:,} of {self.num_bytes:,}")
         self.file.seek(offset)
-        content = self.file.read(count)
-        while len(content) < count:  # one read of an unbuffered file may give less
-            more = self.file.read(count - len(content))
-            if not more:
-                raise self.damaged("it shrank while it was read")
-            content += more
+        content = read_up_to(self.file, count)
+        if len(content) < count:
+            raise self.damaged("it shrank while it was read")
         return content
 
     def _directory(self) -> dict[str, Record]:

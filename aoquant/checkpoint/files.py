@@ -4,12 +4,48 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from aoquant.errors import CheckpointError
 
 MAX_JSON_BYTES = 64_000_000
+
+
+class Seekable(Protocol):
+    """What is needed of an open binary file. One read may give less than was asked for."""
+
+    def seek(self, offset: int, /) -> int: ...
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+Opener = Callable[[Path], AbstractContextManager[tuple[Seekable, int]]]
+"""Path → the open file and its bytes. Raises CheckpointError if there is none, or it cannot be opened."""
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[tuple[Seekable, int]]:
+    """The Opener of files on this disk. An OSError of the block becomes a CheckpointError."""
+    num_bytes = file_bytes(path)
+    try:
+        with path.open("rb", buffering=0) as file:
+            yield file, num_bytes
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def read_up_to(file: Seekable, count: int) -> bytes:
+    """The next `count` bytes of a file, fewer only at its end."""
+    content = file.read(count)
+    while len(content) < count:
+        more = file.read(count - len(content))
+        if not more:
+            break
+        content += more
+    return content
 
 
 def list_files(folder: Path) -> dict[str, int]:

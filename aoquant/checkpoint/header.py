@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aoquant.checkpoint.files import file_bytes, parse_json, quoted, refuse_foreign, unreadable
+from aoquant.checkpoint.files import Opener, open_file, parse_json, quoted, read_up_to, refuse_foreign
 from aoquant.checkpoint.tensors import ITEM_BYTES, PLAIN, Entry, StoredTensor, contiguous_stride
 from aoquant.errors import CheckpointError
 
@@ -66,34 +66,30 @@ class Joined:
     problems: tuple[str, ...]
 
 
-def read_header(path: Path, *, allow_truncated: bool = False) -> Header:
+def read_header(path: Path, *, allow_truncated: bool = False, opener: Opener = open_file) -> Header:
     """Read and check the header of a .safetensors file; of the tensors' bytes only their number is looked at.
 
     Raises CheckpointError if the file is damaged, or is something else. With allow_truncated a file that
     merely ends too early gives its header, with `missing_bytes`.
     """
-    num_bytes = file_bytes(path)
-    try:
-        with path.open("rb") as file:
-            head = file.read(512)
-            refuse_foreign(path, head)
-            length = int.from_bytes(head[:8], "little")
-            if num_bytes < 8 or (length > MAX_HEADER_BYTES and not head[8:9] == b"{"):
-                raise CheckpointError(
-                    f"{path.name} is not a safetensors file ({num_bytes:,} bytes, no header)",
-                    hint=_DOWNLOAD_AGAIN,
-                )
-            if length > MAX_HEADER_BYTES:
-                raise _damaged(path, f"its header claims {length:,} bytes, {MAX_HEADER_BYTES:,} are allowed")
-            if 8 + length > num_bytes:
-                raise CheckpointError(
-                    f"{path.name} is truncated: it has {num_bytes:,} bytes, its header needs {8 + length:,}",
-                    hint=_DOWNLOAD_AGAIN,
-                )
-            file.seek(8)
-            text = file.read(length)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with opener(path) as (file, num_bytes):
+        head = read_up_to(file, 512)
+        refuse_foreign(path, head)
+        length = int.from_bytes(head[:8], "little")
+        if num_bytes < 8 or (length > MAX_HEADER_BYTES and not head[8:9] == b"{"):
+            raise CheckpointError(
+                f"{path.name} is not a safetensors file ({num_bytes:,} bytes, no header)",
+                hint=_DOWNLOAD_AGAIN,
+            )
+        if length > MAX_HEADER_BYTES:
+            raise _damaged(path, f"its header claims {length:,} bytes, {MAX_HEADER_BYTES:,} are allowed")
+        if 8 + length > num_bytes:
+            raise CheckpointError(
+                f"{path.name} is truncated: it has {num_bytes:,} bytes, its header needs {8 + length:,}",
+                hint=_DOWNLOAD_AGAIN,
+            )
+        file.seek(8)
+        text = read_up_to(file, length)
     content = parse_json(text, f"the header of {path.name}", unique_keys=True)
     if not isinstance(content, dict):
         raise _damaged(path, "its header is not a JSON object")

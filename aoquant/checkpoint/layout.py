@@ -135,9 +135,12 @@ def is_shard_name(name: str) -> bool:
     return parsed is not None and parsed[3] == "shard"
 
 
-def find_weights(folder: Path, *, variant: str | None = None) -> WeightFiles:
-    """A component folder's weight files. Raises CheckpointError if there are none, or a shard is missing."""
-    located = locate_weights(folder, variant=variant)
+def find_weights(folder: Path, *, variant: str | None = None, listing: Mapping[str, int] | None = None) -> WeightFiles:
+    """A component folder's weight files. Raises CheckpointError if there are none, or a shard is missing.
+
+    listing: as for `locate_weights`.
+    """
+    located = locate_weights(folder, variant=variant, listing=listing)
     if located.missing:
         total = len(located.missing) + len(located.weights.files)
         raise CheckpointError(
@@ -148,9 +151,12 @@ def find_weights(folder: Path, *, variant: str | None = None) -> WeightFiles:
     return located.weights
 
 
-def locate_weights(folder: Path, *, variant: str | None = None) -> Located:
-    """A component folder's weight files, and what is missing or left over. CheckpointError without any."""
-    names = list_files(folder)
+def locate_weights(folder: Path, *, variant: str | None = None, listing: Mapping[str, int] | None = None) -> Located:
+    """A component folder's weight files, and what is missing or left over. CheckpointError without any.
+
+    listing: name → bytes of the files in the folder, where some are yet to come; an index has to be there.
+    """
+    names = list_files(folder) if listing is None else listing
     try:
         choice = choose(names, variant=variant)
     except CheckpointError as error:

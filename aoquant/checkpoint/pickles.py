@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aoquant.checkpoint.archive import Archive
-from aoquant.checkpoint.files import file_bytes, quoted, refuse_foreign, unreadable
+from aoquant.checkpoint.files import Opener, open_file, quoted, read_up_to, refuse_foreign
 from aoquant.checkpoint.opcodes import (
     MAX_STREAM_BYTES,
     Call,
@@ -104,23 +104,19 @@ class PickleContents:
     file_bytes: int
 
 
-def read_pickle_file(path: Path) -> PickleContents:
+def read_pickle_file(path: Path, *, opener: Opener = open_file) -> PickleContents:
     """Describe the state dict in a torch `.bin` file; nothing that the file names is imported or called.
 
     The state dict may lie one level down, under `state_dict`. Raises CheckpointError if the file is damaged,
     is no such file, or holds something else.
     """
-    num_bytes = file_bytes(path)
-    try:
-        with path.open("rb", buffering=0) as file:
-            _check_start(path, file.read(512))
-            archive = Archive(path, file, num_bytes)
-            root, named = _play(path, archive)
-            suspicious = tuple(sorted({g.path + (" (changed)" if g.changed else "") for g in named if _is_odd(g)}))
-            reader = _Reader(path, archive)
-            entries, other_values = reader.state_dict(root)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with opener(path) as (file, num_bytes):
+        _check_start(path, read_up_to(file, 512))
+        archive = Archive(path, file, num_bytes)
+        root, named = _play(path, archive)
+        suspicious = tuple(sorted({g.path + (" (changed)" if g.changed else "") for g in named if _is_odd(g)}))
+        reader = _Reader(path, archive)
+        entries, other_values = reader.state_dict(root)
     return PickleContents(entries=entries, suspicious=suspicious, other_values=other_values, file_bytes=num_bytes)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from aoquant.checkpoint.files import quoted
+from aoquant.checkpoint.files import Opener, open_file, quoted
 from aoquant.checkpoint.header import join_torchao, read_header
 from aoquant.checkpoint.layout import Format, WeightFiles, is_shard_name
 from aoquant.checkpoint.pickles import read_pickle_file
@@ -63,14 +63,14 @@ class _File:
         return self.raw or self.entries
 
 
-def read_weights(files: WeightFiles) -> WeightContents:
+def read_weights(files: WeightFiles, *, opener: Opener = open_file) -> WeightContents:
     """Describe a component's weights; of safetensors only the headers are read, of `.bin` only the pickles.
 
     Raises nothing for what the files hold: a file that cannot be read, a tensor in two shards and any
     disagreement with the index are lines in `problems`. Shards that the index names and `files` leaves out
     are the caller's.
     """
-    read = [_read(path, files.format) for path in files.files]
+    read = [_read(path, files.format, opener) for path in files.files]
     problems = [file.problem for file in read if file.problem]
     places, twice = _places(read)
     problems += twice + _index_problems(files, read, places)
@@ -94,17 +94,17 @@ def read_weights(files: WeightFiles) -> WeightContents:
     )
 
 
-def _read(path: Path, format_: Format) -> _File:
+def _read(path: Path, format_: Format, opener: Opener) -> _File:
     try:
         if format_ == "bin":
-            contents = read_pickle_file(path)
+            contents = read_pickle_file(path, opener=opener)
             return _File(
                 path=path,
                 entries=contents.entries,
                 suspicious=contents.suspicious,
                 other_values=contents.other_values,
             )
-        header = read_header(path, allow_truncated=True)
+        header = read_header(path, allow_truncated=True, opener=opener)
     except CheckpointError as error:
         return _File(path=path, status="unreadable", problem=error.message, hint=error.hint)
     if header.missing_bytes:

@@ -176,6 +176,7 @@ def write_tensors(
 def _jobs(
     tensor: TensorPlan, kernel: Kernel, reader: Reader, workers: Workers, writer: FileWriter
 ) -> Iterator[Callable[[], _Made]]:
+    reader.await_file(tensor.stored)
     if tensor.fate == "quantize":
         return _quantizing_jobs(tensor, kernel, reader, workers, writer)
     return _copying_jobs(tensor, reader, workers, writer)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 import aoquant
+from aoquant import output
 from aoquant.checkpoint.manifest import (
     CARD,
     MANIFEST,
@@ -29,27 +30,35 @@ from aoquant.engine import libraries
 from aoquant.engine.blocks import working_bytes
 from aoquant.engine.formats import Format
 from aoquant.engine.plan import ComponentPlan, SkipPatterns, plan_component
-from aoquant.errors import UnsafeError
-from aoquant.output import free_bytes
+from aoquant.errors import ResourceError, UnsafeError
 from aoquant.source import Source, open_component
 
 _NO_HASH = "0" * 64
+_LINKED_FROM = 1_000_000  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """One file of the output folder. origin: the file that it is a copy of, for `--full`."""
+    """One file of the output folder.
+
+    origin: the file that it is a copy of, for `--full`. linked: it may be a hard link to its origin, and take no room.
+    """
 
     path: PurePosixPath
     num_bytes: int
     kind: Literal["weights", "text", "copy"]
     origin: Path | None = None
+    linked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What `quantize` will do. `files` and `output_bytes` are exact; `working_bytes` is a bound on the tensor data in
-    memory at one time, on top of what the libraries themselves take."""
+    """What `quantize` will do.
+
+    `files` and `output_bytes` are exact; `working_bytes` is a bound on the tensor data in memory at one time, on top of
+    what the libraries themselves take. needed: the source's files, in the order in which they are read; download_bytes:
+    those of them that are not on this disk.
+    """
 
     source: Source
     output: Path
@@ -59,10 +68,17 @@ class Plan:
     files: tuple[OutputFile, ...]
     warnings: tuple[str, ...]
     working_bytes: int
+    needed: tuple[Path, ...]
+    download_bytes: int
 
     @property
     def output_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+    def check_disk(self) -> None:
+        """Raise ResourceError if the disks have no room for what is downloaded and written."""
+        written = sum(file.num_bytes for file in self.files if not file.linked)
+        output.check_disk(self.output, written, cache=self.source.cache, download_bytes=self.download_bytes)
 
     @property
     def source_bytes(self) -> int:
@@ -81,9 +97,10 @@ class Plan:
             "format": self.format,
             "dtype": self.dtype,
             "source_bytes": self.source_bytes,
+            "download_bytes": self.download_bytes,
             "output_bytes": self.output_bytes,
             "working_bytes": self.working_bytes,
-            "free_bytes": free_bytes(self.output),
+            "free_bytes": output.free_bytes(self.output),
             "components": [component.to_json() for component in self.components],
             "files": [
                 {"path": str(file.path), "bytes": file.num_bytes, "kind": file.kind}
@@ -142,19 +159,22 @@ def make_plan(
     source: Source,
     configs: Mapping[str, QuantConfig],
     *,
-    output: Path,
+    folder: Path,
     format: Format = "bin",
     dtype: str = "bfloat16",
     skip: Sequence[str] = (),
     max_shard_bytes: int = 10_000_000_000,
     full: bool = False,
 ) -> Plan:
-    """Plan `configs` (component name → config) for an opened source. Reads configs and headers, no weights."""
+    """Plan `configs` (component name → config) for an opened source, to be written into `folder`.
+
+    Reads configs and headers, no weights.
+    """
     patterns = SkipPatterns(skip, components=tuple(configs))
     plans = []
     for name, config in configs.items():
         component_source = open_component(source, name)
-        contents = read_weights(component_source.weights)
+        contents = read_weights(component_source.weights, opener=source.opener)
         contents.require_sound()
         for file, names in contents.suspicious.items():
             raise UnsafeError(
@@ -180,22 +200,39 @@ def make_plan(
     patterns.check_used(
         [tensor.name.rpartition(".")[0] for plan in plans for tensor in plan.tensors if tensor.fate != "copy"]
     )
+    copies = _copies(source, configs, folder) if full else []
+    needed = [
+        *(path for plan in plans for path in _files_in_order(plan)),
+        *(copy.origin for copy in copies if copy.origin),
+    ]
     plan = _with_texts(
         Plan(
             source=source,
-            output=output,
+            output=folder,
             format=format,
             dtype=dtype,
             components=tuple(plans),
-            files=tuple(_component_files(plans) + (_copies(source, configs) if full else [])),
+            files=tuple(_component_files(plans) + copies),
             warnings=tuple(_warnings(source, configs, plans, dtype)),
             working_bytes=max(working_bytes(plan) for plan in plans),
+            needed=tuple(needed),
+            download_bytes=source.bytes_to_download(needed),
         )
     )
-    if (free := free_bytes(output)) >= plan.output_bytes:
-        return plan
-    warning = f"{plan.output_bytes:,} bytes would be written, {free:,} are free on the disk of {output}"
-    return dataclasses.replace(plan, warnings=(*plan.warnings, warning))
+    try:
+        plan.check_disk()
+    except ResourceError as error:
+        return dataclasses.replace(plan, warnings=(*plan.warnings, error.message))
+    return plan
+
+
+def _files_in_order(plan: ComponentPlan) -> list[Path]:
+    """A component's weight files, in the order in which their tensors are read."""
+    files = list(plan.source.weights.files)
+    if plan.component.whole_reason:
+        return files
+    read = [plan.entries[tensor.stored].parts[""].file for shard in plan.shards for tensor in shard.tensors]
+    return list(dict.fromkeys([*read, *files]))
 
 
 def _needs(config: QuantConfig) -> str:
@@ -216,11 +253,17 @@ def _component_files(plans: Sequence[ComponentPlan]) -> list[OutputFile]:
     return files
 
 
-def _copies(source: Source, configs: Mapping[str, QuantConfig]) -> list[OutputFile]:
-    """Everything of a pipeline that is not being quantized, for `--full`."""
+def _copies(source: Source, configs: Mapping[str, QuantConfig], folder: Path) -> list[OutputFile]:
+    """Everything of a pipeline that is not being quantized, for `--full`.
+
+    Weights become links to the Hub's cache where that is on the same disk. Small files do not, for people edit them;
+    nor do the files of a local folder, which are no cache.
+    """
+    can_link = source.cache is not None and output.same_disk(source.cache, folder)
     files = []
-    for relative, path in sorted(source.other_files(quantized=tuple(configs)).items()):
-        files.append(OutputFile(path=relative, num_bytes=path.stat().st_size, kind="copy", origin=path))
+    for path, (origin, num_bytes) in sorted(source.other_files(quantized=tuple(configs)).items()):
+        linked = can_link and num_bytes >= _LINKED_FROM
+        files.append(OutputFile(path=path, num_bytes=num_bytes, kind="copy", origin=origin, linked=linked))
     return files
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
@@ -25,14 +25,22 @@ class Reader(Protocol):
         """
         ...
 
+    def await_file(self, name: str) -> None:
+        """Return when the tensor can be read; it may still be on its way here. Before `read`, from one thread."""
+        ...
+
     def close(self) -> None: ...
 
 
 class FileReader:
-    """Reads stored tensors from their files. Memory: one buffer of the largest run for each thread."""
+    """Reads stored tensors from their files. Memory: one buffer of the largest run for each thread.
 
-    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+    wait: returns when a file is there.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], wait: Callable[[Path], None] = lambda _: None) -> None:
         self._tensors = tensors
+        self._wait = wait
         self._local = threading.local()
         self._handles: list[FileIO] = []
         self._handles_lock = threading.Lock()
@@ -50,6 +58,9 @@ class FileReader:
         run = self._buffer(count * item_bytes)
         self._fill(stored.file, stored.offset + start * item_bytes, run)
         return torch.frombuffer(run, dtype=dtype)
+
+    def await_file(self, name: str) -> None:
+        self._wait(self._tensors[name].file)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -112,6 +123,9 @@ class MemoryReader:
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
         return self._tensors[name].contiguous().view(-1)[start : start + count]
+
+    def await_file(self, name: str) -> None:
+        pass
 
     def close(self) -> None:
         self._tensors = {}

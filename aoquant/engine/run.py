@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ _COPY_BYTES = 1 << 20
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes of the output that are written, bytes in all)."""
+Wait = Callable[[Path], None]
+"""Returns when a file of the source is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +79,21 @@ def write(
 ) -> Result:
     """Do what `plan` says. The output folder appears whole, or not at all.
 
-    It is written beside its place, checked against the plan, and renamed. Raises UsageError if the output may not be
-    written there; ResourceError if the disk is, or gets, too full; CheckpointError if the source turns out damaged.
+    It is written beside its place, checked against the plan, and renamed. From the Hub, work begins on the files that
+    have arrived. Raises UsageError if the output may not be written there; SourceError if a file cannot be had;
+    ResourceError if the disk is, or gets, too full; CheckpointError if the source turns out damaged.
     An exception, a signal turned into one included, leaves nothing behind.
     """
     start = time.perf_counter()
     output.check_place(plan.output, overwrite=overwrite, source=plan.source.folder)
-    output.check_disk(plan.output, plan.output_bytes)
+    plan.check_disk()
     progress = _Progress(plan.output_bytes, on_progress)
-    with output.staging(plan.output) as staging, Workers(device) as workers:
-        records = list(_write_files(plan, staging, workers, progress))
+    with (
+        output.staging(plan.output) as staging,
+        Workers(device) as workers,
+        plan.source.arriving(plan.needed, on_progress=on_progress) as wait,
+    ):
+        records = list(_write_files(plan, staging, workers, progress, wait))
         _check(plan, staging)
     return Result(
         plan=plan,
@@ -107,20 +116,21 @@ class _Progress:
             self._callback(stage, self._done, self._total)
 
 
-def _write_files(plan: Plan, staging: Path, workers: Workers, progress: _Progress) -> Iterator[FileRecord]:
+def _write_files(plan: Plan, staging: Path, workers: Workers, progress: _Progress, wait: Wait) -> Iterator[FileRecord]:
     records = []
     for component in plan.components:
-        records += list(_write_component(plan, component, staging, workers, progress))
+        records += list(_write_component(plan, component, staging, workers, progress, wait))
     for file in plan.files:
-        if file.kind == "copy":
-            records.append(_copy(file, staging, progress))
+        if file.origin is not None:
+            wait(file.origin)
+            records.append(_copy(file, file.origin, staging, progress))
     records.append(_write_text(staging, PurePosixPath(CARD), plan.card(), progress))
     yield from records
     yield _write_text(staging, PurePosixPath(MANIFEST), plan.manifest(records).text(), progress)
 
 
 def _write_component(
-    plan: Plan, component: ComponentPlan, staging: Path, workers: Workers, progress: _Progress
+    plan: Plan, component: ComponentPlan, staging: Path, workers: Workers, progress: _Progress, wait: Wait
 ) -> Iterator[FileRecord]:
     where = plan.folder_of(component)
     folder = staging / where
@@ -128,7 +138,7 @@ def _write_component(
     for name, text in component.texts.items():
         yield _write_text(staging, where / name, text, progress)
     title = f"{component.source.name or component.source.class_name} → {component.config}"
-    reader = _reader(plan, component)
+    reader = _reader(plan, component, wait)
     try:
         for shard in component.shards:
             with FileWriter(folder, shard.layout) as writer:
@@ -147,10 +157,12 @@ def _write_component(
         reader.close()
 
 
-def _reader(plan: Plan, component: ComponentPlan) -> Reader:
+def _reader(plan: Plan, component: ComponentPlan, wait: Wait) -> Reader:
     if component.component.whole_reason:
+        for path in component.source.weights.files:
+            wait(path)
         return MemoryReader(components.load_whole(component.component, variant=plan.source.variant))
-    return FileReader({tensor.stored: component.entries[tensor.stored].parts[""] for tensor in component.tensors})
+    return FileReader({tensor.stored: component.entries[tensor.stored].parts[""] for tensor in component.tensors}, wait)
 
 
 def _write_text(staging: Path, path: PurePosixPath, text: str, progress: _Progress) -> FileRecord:
@@ -160,19 +172,31 @@ def _write_text(staging: Path, path: PurePosixPath, text: str, progress: _Progre
     return FileRecord(path=path, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
-def _copy(file: OutputFile, staging: Path, progress: _Progress) -> FileRecord:
-    assert file.origin is not None
+def _copy(file: OutputFile, origin: Path, staging: Path, progress: _Progress) -> FileRecord:
+    """Copy a file, or link it if it may be linked and can be. Nothing is ever written through such a link."""
     target = staging / file.path
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     num_bytes = 0
-    with _source(file.origin) as source, target.open("xb") as copy:
-        while data := _read_some(source, file.origin):
-            copy.write(data)
+    with _source(origin) as source, contextlib.ExitStack() as stack:
+        copy = None
+        if not (file.linked and _link(origin, target)):
+            copy = stack.enter_context(target.open("xb"))
+        while data := _read_some(source, origin):
+            if copy is not None:
+                copy.write(data)
             digest.update(data)
             num_bytes += len(data)
             progress.add(str(file.path), len(data))
     return FileRecord(path=file.path, num_bytes=num_bytes, sha256=digest.hexdigest())
+
+
+def _link(origin: Path, target: Path) -> bool:
+    try:
+        os.link(origin.resolve(), target)  # the cache keeps links to its blobs
+    except OSError:  # across file systems, or on one without hard links
+        return False
+    return True
 
 
 def _source(path: Path) -> BinaryIO:

@@ -210,7 +210,7 @@ def test_a_disk_that_is_too_small_is_known_before_the_first_byte(small_disk: Pat
 def test_a_plan_says_that_the_disk_is_too_small(small_disk: Path, tiny_folder: Folder) -> None:
     (small_disk / "full").write_bytes(bytes(1_900_000))
     planned = aoquant.plan(tiny_folder("flux"), INT8, output=small_disk / "out")
-    assert any("are free on the disk" in warning for warning in planned.warnings)
+    assert any("are free on its disk" in warning for warning in planned.warnings)
 
 
 def test_torchs_own_objects_name_dtype_and_device(place: Folder, tiny_folder: Folder) -> None:

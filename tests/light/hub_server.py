@@ -35,10 +35,12 @@ class ServedRepo:
     """One repository and how it misbehaves; tests flip the switches at any time.
 
     gated: only tokens in `accepted_tokens` may read files (anyone may list them, as on the Hub). private:
-    only those may even see it. disabled: taken down. not_a_hub: answer everything with a web page.
+    only those may even see it. disabled: taken down. no_ranges: send whole files, whatever is asked. not_a_hub:
+    answer everything with a web page.
     api_status, file_status: answer every listing or file request with this status. cut_after: send that many
     bytes of a large file and close, once per file. stall_after: send that many bytes and then nothing until
-    `release` is set.
+    `release` is set; of stall_at alone, if it names a file. fail_at: a file that is listed, and answered with 404.
+    Requests by range are not held up.
     """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -46,12 +48,15 @@ class ServedRepo:
     gated: bool = False
     private: bool = False
     not_a_hub: bool = False
+    no_ranges: bool = False
     disabled: bool = False
     accepted_tokens: set[str] = field(default_factory=set)
     api_status: int | None = None
     file_status: int | None = None
     cut_after: int | None = None
     stall_after: int | None = None
+    stall_at: str = ""
+    fail_at: str = ""
     release: threading.Event = field(default_factory=threading.Event)
     stalled: threading.Event = field(default_factory=threading.Event)
     already_cut: set[str] = field(default_factory=set)
@@ -173,7 +178,7 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self._check_gate(repo_id, repo)
                 commit = self._commit(repo, revision)
                 content = repo.commits[commit].get(name)
-                if content is None:
+                if content is None or (name == repo.fail_at and not self._is_plan()):
                     self._error(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit})
                 else:
                     self._file(repo_id, repo, commit, name, content)
@@ -216,6 +221,10 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 # Retry-After keeps the client's retries short.
                 self._error(status, None, "switched to fail", {"Retry-After": "0"})
 
+        def _is_plan(self) -> bool:
+            """Whether a part is asked for: a download asks for everything, from some byte on."""
+            return re.fullmatch(r"bytes=\d+-\d+", self.headers.get("Range") or "") is not None
+
         # Answers. Each ends the request.
 
         def _json(self, value: object) -> None:
@@ -236,7 +245,8 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
 
         def _file(self, repo_id: str, repo: ServedRepo, commit: str, name: str, content: bytes) -> None:
             start = 0
-            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+            wanted = "" if repo.no_ranges else self.headers.get("Range") or ""
+            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted)
             stop = len(content)
             if asked:
                 start = int(asked[1])
@@ -259,13 +269,13 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             raise _Answered
 
         def _body(self, path: str, repo: ServedRepo, body: memoryview) -> None:
-            is_large = path.endswith(LARGE_SUFFIXES)
-            if is_large and repo.cut_after is not None and path not in repo.already_cut:
+            is_held = path.endswith(LARGE_SUFFIXES) and not self._is_plan()
+            if is_held and repo.cut_after is not None and path not in repo.already_cut:
                 repo.already_cut.add(path)
                 self._write(path, body[: repo.cut_after])
                 self.close_connection = True
                 raise _Answered
-            if is_large and repo.stall_after is not None:
+            if is_held and repo.stall_after is not None and path.endswith(repo.stall_at):
                 self._write(path, body[: repo.stall_after])
                 repo.stalled.set()
                 repo.release.wait(timeout=60)
