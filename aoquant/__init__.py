@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from aoquant.api import inspect, load, plan, quantize
+    from aoquant.api import inspect, load, load_pipeline, plan, quantize
     from aoquant.errors import (
         AoquantError,
         CheckpointError,
@@ -36,6 +36,7 @@ __all__ = [
     "__version__",
     "inspect",
     "load",
+    "load_pipeline",
     "plan",
     "quantize",
 ]

@@ -1,4 +1,4 @@
-"""The library's four verbs, with the meaning of the commands of the same names. torch is imported when it is needed."""
+"""The library's verbs, with the meaning of the commands of the same names. torch is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from aoquant.errors import UsageError
 from aoquant.request import Options, Request, make_request
 
 if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
     from torch import nn
     from typing_extensions import Unpack
 
@@ -72,6 +73,29 @@ def load(folder: str | Path, *, component: str | None = None, device: str = "cpu
         raise UsageError(f"{folder} holds {asked}", hint=f"say which: {', '.join(names)}")
     loaded: loading.Loaded = loading.load_component(folder, component, device=device)
     return loaded.module
+
+
+def load_pipeline(
+    folder: str | Path,
+    *,
+    device: str = "cpu",
+    offload: str = "none",
+    compile: bool = False,
+    source: str | Path | None = None,
+    offline: bool = False,
+) -> DiffusionPipeline:
+    """A diffusers pipeline around the quantized components of a checkpoint folder, ready to be called.
+
+    The other components come from the folder (`--full`), else from the repository and commit that it was made from, or
+    from `source`, a pipeline folder or `org/name[@revision]`. offload: `none`, `model`, `sequential` or `group`: how
+    much of it is on the accelerator at a time. compile: torch.compile the denoiser. Raises UsageError, SourceError,
+    CheckpointError, UnsafeError or ResourceError.
+    """
+    from aoquant import pipelines
+
+    loaded = pipelines.load(folder, device=device, offload=offload, compile=compile, source=source, offline=offline)
+    pipeline: DiffusionPipeline = loaded.pipeline
+    return pipeline
 
 
 def prepare(request: Request) -> Plan:

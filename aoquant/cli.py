@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
@@ -168,6 +169,53 @@ def load(folder: Folder, device: Device = "cpu", json: Json = False, quiet: Quie
     reports = [loaded.report for loaded in loading.load_each(folder, device=device)]
     document = {"schema": loading.SCHEMA, "components": [report.to_json() for report in reports]}
     console.result(document, lambda: loaded_tables(reports))
+
+
+@app.command(help="Draw a picture or video with a checkpoint: its components, and the rest of their pipeline.")
+def generate(
+    folder: Folder,
+    prompt: Annotated[str, typer.Argument(help="What to draw.", show_default=False)],
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="File to write. [default: ./<folder name>.png or .gif]")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same noise on every device.")] = 0,
+    height: Annotated[int | None, typer.Option(min=1, help="In pixels.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="In pixels.")] = None,
+    num_frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video.")] = None,
+    fps: Annotated[int, typer.Option(min=1, help="Frames a second of a video.")] = 16,
+    device: Device = "auto",
+    offload: Annotated[str, typer.Option(help="none, model, sequential or group.")] = "none",
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile the transformer or UNet.")] = False,
+    source: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The pipeline whose other components to use.")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Use the Hub's cache only.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from aoquant import pipelines
+    from aoquant.tables import generated_line
+
+    console = Console(as_json=json, quiet=quiet)
+    if output is not None:
+        pipelines.check_target(Path(output), overwrite=overwrite)
+    with console.progress() as on_progress:
+        loaded = pipelines.load(
+            folder, device=device, offload=offload, compile=compile, source=source, offline=offline,
+            on_progress=on_progress,
+        )  # fmt: skip
+    target = Path(output or f"{Path(folder).resolve().name}.{'gif' if loaded.is_video else 'png'}")
+    pipelines.check_target(target, is_video=loaded.is_video, overwrite=overwrite)
+    loaded.pipeline.set_progress_bar_config(disable=not console.is_live)
+    generated = pipelines.generate(
+        loaded, prompt, seed=seed, steps=steps, guidance=guidance, height=height, width=width, num_frames=num_frames
+    )
+    pipelines.save(generated, target, fps=fps)
+    document = generated.to_json(loaded, target)
+    console.result(document, lambda: generated_line(document))
 
 
 @app.command(help="List the config names: meaning, bits, options, where each runs.")

@@ -69,6 +69,11 @@ class Console:
         self._out = _Rich(file=sys.stdout, width=width, highlight=False, emoji=False)
         self._err = _Rich(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody watches, and wants to."""
+        return not self._quiet and self._err.is_terminal
+
     def result(self, document: dict[str, Any], tables: Callable[[], RenderableType]) -> None:
         """The result: `document` as JSON, or `tables` for eyes."""
         if self._as_json:

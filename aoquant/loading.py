@@ -141,7 +141,7 @@ def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
             device=str(place),
             dtype=str(dtype).removeprefix("torch."),
             weights=Counter(_kind(tensor) for tensor in tensors),
-            num_bytes=_storage_bytes(tensors),
+            num_bytes=storage_bytes(tensors),
             seconds=time.perf_counter() - start,
         ),
     )
@@ -192,7 +192,7 @@ def _kind(tensor: torch.Tensor) -> str:
     return type(_plain(tensor)).__name__
 
 
-def _storage_bytes(tensors: list[torch.Tensor]) -> int:
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
     storages = {}
     for tensor in tensors:
         for part in parts(_plain(tensor)).values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len, chop_cells
@@ -65,6 +65,18 @@ def result_tables(result: Result, *, every_tensor: bool) -> RenderableType:
         lines.append(Text(f"{len(result.on_cpu)} tensors did not fit the accelerator and were made on the CPU\n"))
     fates = [_fates(component) for component in plan.components if every_tensor]
     return Group(*fates, _component_plans(plan), *_kept_lines(plan), *lines)
+
+
+def generated_line(document: Mapping[str, Any]) -> RenderableType:
+    """What was drawn, where, and what it took."""
+    size_text = f"{document['width']} × {document['height']}"
+    if document["kind"] == "video":
+        size_text += f", {document['frames']} frames"
+    step = document["seconds_per_step"]
+    pace = f", {step:.3g} s a step" if step is not None else ""
+    work = f"{document['steps']} steps on {document['device']} in {document['seconds']:.1f} s{pace}"
+    memory = f"{size(document['peak_memory_bytes'])} at most"
+    return Text(f"{document['output']}: {size_text}, seed {document['seed']}; {work}; {memory}")
 
 
 def _fates(component: ComponentPlan) -> Table:

@@ -23,7 +23,7 @@ Library = Literal["diffusers", "transformers"]
 _NOISY = (
     "torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer", "diffusers.configuration_utils",
     "diffusers.models.modeling_utils", "diffusers.models.model_loading_utils", "transformers.modeling_utils",
-    "transformers.utils.loading_report",
+    "transformers.utils.loading_report", "transformers.utils.import_utils",
 )  # fmt: skip
 
 

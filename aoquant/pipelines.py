@@ -1,0 +1,395 @@
+"""A whole pipeline around a checkpoint's quantized components, and what it draws.
+
+The other components come from the checkpoint's own folder, or from the source that its manifest names, at the recorded
+commit. Nothing quantized is ever cast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect as signatures
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+
+from aoquant import loading
+from aoquant.checkpoint.layout import MODEL_INDEX
+from aoquant.engine import devices, libraries
+from aoquant.errors import AoquantError, CheckpointError, ResourceError, UsageError
+from aoquant.inspection import inspect
+from aoquant.output import translated
+from aoquant.report import Report
+from aoquant.source import Source, open_source
+
+SCHEMA = "aoquant.generate/1"
+
+Offload = Literal["none", "model", "sequential", "group"]
+"""How much of a pipeline is on the accelerator at a time: all, one component, one layer, one block."""
+
+OnProgress = Callable[[str, int, int], None]
+
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp")
+_VIDEOS = (".gif", ".webp", ".mp4")
+_DENOISERS = ("transformer", "transformer_2", "unet", "prior")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPipeline:
+    """A pipeline that can be called. device: where it computes."""
+
+    pipeline: Any
+    folder: Path
+    device: torch.device
+    offload: Offload
+    is_compiled: bool
+    seconds: float
+
+    @property
+    def is_video(self) -> bool:
+        return "num_frames" in self.parameters
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """What a call of the pipeline takes."""
+        return signatures.signature(self.pipeline.__call__).parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What one call drew. frames: PIL images, one for a picture. step_seconds: each denoising step's."""
+
+    frames: list[Any]
+    is_video: bool
+    seed: int
+    seconds: float
+    step_seconds: tuple[float, ...]
+    peak_bytes: int
+
+    def to_json(self, loaded: LoadedPipeline, output: Path) -> dict[str, Any]:
+        """The result as JSON values, `aoquant.generate/1`."""
+        return {
+            "schema": SCHEMA,
+            "output": output.as_posix(),
+            "kind": "video" if self.is_video else "image",
+            "pipeline": type(loaded.pipeline).__name__,
+            "width": self.frames[0].width,
+            "height": self.frames[0].height,
+            "frames": len(self.frames),
+            "seed": self.seed,
+            "device": str(loaded.device),
+            "offload": loaded.offload,
+            "compiled": loaded.is_compiled,
+            "load_seconds": round(loaded.seconds, 3),
+            "seconds": round(self.seconds, 3),
+            "steps": len(self.step_seconds),
+            "seconds_per_step": self.seconds_per_step,
+            "peak_memory_bytes": self.peak_bytes,
+        }
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The median; without the first step, which warms up or compiles, where there are others."""
+        steps = self.step_seconds[1:] or self.step_seconds
+        return statistics.median(steps) if steps else None
+
+
+def load(
+    folder: str | Path,
+    *,
+    device: str = "cpu",
+    offload: str = "none",
+    compile: bool = False,
+    source: str | Path | None = None,
+    offline: bool = False,
+    on_progress: OnProgress | None = None,
+) -> LoadedPipeline:
+    """Load a checkpoint's quantized components onto `device`, and the rest of their pipeline around them.
+
+    source: where the other components are (a local pipeline folder or `org/name[@revision]`), if they are not in the
+    folder and not where the manifest says. compile: the denoiser's repeated blocks, or all of it where diffusers knows
+    of none. Raises UsageError, SourceError, CheckpointError, UnsafeError or ResourceError.
+    """
+    start = time.perf_counter()
+    place = devices.choose(device)
+    mode = _offload(offload, place)
+    report = inspect(folder)
+    names = loading.component_names(folder)
+    rest = _rest(report, Path(folder), source, offline=offline)
+    index = rest.model_index or {}
+    roles = {name: name or _role(report, index) for name in names}
+    others = [path for path, _ in rest.other_files(quantized=tuple(roles.values())).values()]
+    modules: dict[str, nn.Module] = {}
+    with rest.arriving(others, on_progress=on_progress) as wait:
+        for name, loaded in zip(names, loading.load_each(folder, device=str(place)), strict=True):
+            modules[roles[name]] = loaded.module.to("cpu") if mode != "none" else loaded.module
+        for path in others:
+            wait(path)
+    pipeline = _assemble(rest, modules)
+    with _fitting(pipeline, place):
+        _place(pipeline, place, mode)
+    if compile:
+        _compile(pipeline)
+    return LoadedPipeline(
+        pipeline=pipeline,
+        folder=Path(folder),
+        device=place,
+        offload=mode,
+        is_compiled=compile,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def generate(
+    loaded: LoadedPipeline,
+    prompt: str,
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    guidance: float | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+) -> Generated:
+    """Draw one picture or video. What is left out is the pipeline's own default.
+
+    The seed is that of a generator on the CPU, so that it means the same noise on every device. Raises UsageError for
+    what the pipeline does not take; ResourceError if it does not fit the device.
+    """
+    pipeline = loaded.pipeline
+    asked = {
+        "num_inference_steps": steps, "guidance_scale": guidance, "height": height, "width": width,
+        "num_frames": num_frames,
+    }  # fmt: skip
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    takes = loaded.parameters
+    for name, option in _OPTIONS.items():
+        if name in given and name not in takes:
+            raise UsageError(f"{type(pipeline).__name__} takes no {option}", hint="leave it out")
+    ends: list[float] = []
+    if "callback_on_step_end" in takes:
+        given["callback_on_step_end"] = _clock(loaded.device, ends)
+    _reset_peak(loaded.device)
+    start = time.perf_counter()
+    with _fitting(pipeline, loaded.device):
+        try:
+            result = pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(seed), **given)
+        except ValueError as error:  # diffusers checks sizes and counts so
+            raise UsageError(
+                f"{type(pipeline).__name__}: {' '.join(str(error).split())[:200]}", hint="change that option"
+            ) from error
+    seconds = time.perf_counter() - start
+    drawn = result.frames[0] if hasattr(result, "frames") else result.images
+    return Generated(
+        frames=_as_images(drawn),
+        is_video=loaded.is_video,
+        seed=seed,
+        seconds=seconds,
+        step_seconds=tuple(end - begin for begin, end in zip([start, *ends], ends, strict=False)),
+        peak_bytes=peak_bytes(loaded.device),
+    )
+
+
+_OPTIONS = {
+    "num_inference_steps": "--steps", "guidance_scale": "--guidance", "height": "--height", "width": "--width",
+    "num_frames": "--num-frames",
+}  # fmt: skip
+
+
+def check_target(target: Path, *, is_video: bool | None = None, overwrite: bool = False) -> None:
+    """Raise UsageError if a picture or video cannot be written to `target`, as far as its name tells."""
+    suffixes = sorted({*_IMAGES, *_VIDEOS}) if is_video is None else _VIDEOS if is_video else _IMAGES
+    if target.suffix.lower() not in suffixes:
+        what = "a file" if is_video is None else "a video" if is_video else "a picture"
+        raise UsageError(f"{target} is no name for {what}", hint=f"end it in {', '.join(suffixes)}")
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        raise UsageError(f"{target} cannot be written: no such folder", hint="make the folder, or choose another one")
+    if target.exists() and not overwrite:
+        raise UsageError(f"{target} exists", hint="choose another --output, or replace it with --overwrite")
+
+
+def save(generated: Generated, target: Path, *, fps: int = 16) -> None:
+    """Write the picture or the video; an existing file is replaced when the new one is whole."""
+    beside = target.with_name(f".{secrets.token_hex(8)}{target.suffix.lower()}")
+    first, *others = generated.frames
+    try:
+        if target.suffix.lower() == ".mp4":
+            _save_mp4(generated.frames, beside, fps)
+        elif generated.is_video:
+            first.save(beside, save_all=True, append_images=others, duration=round(1000 / fps), loop=0)
+        else:
+            first.save(beside)
+        beside.replace(target)
+    except OSError as error:
+        raise translated(error, target) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that was in use: the accelerator's own count since the call began, else the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "xpu":
+        return torch.xpu.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if os.uname().sysname == "Darwin" else usage * 1024
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type in ("cuda", "xpu"):
+        getattr(torch, device.type).reset_peak_memory_stats(device)
+
+
+def _clock(device: torch.device, ends: list[float]) -> Callable[..., dict[str, Any]]:
+    def on_step_end(_pipeline: Any, _step: int, _timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if device.type in ("cuda", "xpu", "mps"):
+            getattr(torch, device.type).synchronize()
+        ends.append(time.perf_counter())
+        return kwargs
+
+    return on_step_end
+
+
+def _offload(name: str, place: torch.device) -> Offload:
+    if name not in get_args(Offload):
+        raise UsageError(f"'{name}' is no way to offload", hint=f"--offload is {', '.join(get_args(Offload))}")
+    if name != "none" and place.type == "cpu":
+        raise UsageError(
+            f"--offload {name} moves weights between an accelerator and the CPU, and the device is the CPU",
+            hint="leave it out, or name an accelerator with --device",
+        )
+    return cast("Offload", name)
+
+
+def _rest(report: Report, folder: Path, source: str | Path | None, *, offline: bool) -> Source:
+    """The pipeline that the quantized components belong to."""
+    if source is not None:
+        found = open_source(str(source), components=(), offline=offline)
+    elif (folder / MODEL_INDEX).is_file():
+        found = open_source(str(folder), components=(), variant=report.source.get("variant"))
+    elif report.source.get("repo_id"):
+        found = open_source(
+            report.source["repo_id"],
+            components=(),
+            revision=report.source.get("revision"),
+            variant=report.source.get("variant"),
+            offline=offline,
+        )
+    else:
+        origin = report.source.get("model")
+        raise UsageError(
+            f"{folder} holds no whole pipeline, and does not say where the rest is",
+            hint=f"name the pipeline{f' {origin}' if origin else ''} with --source, a folder or org/name",
+        )
+    if found.model_index is None:
+        raise UsageError(f"{found.model} is a single component, not a pipeline", hint="name a pipeline with --source")
+    return found
+
+
+def _role(report: Report, index: Mapping[str, Any]) -> str:
+    """The component of a pipeline that a flat checkpoint folder can be: the only one of its class."""
+    (component,) = report.components
+    roles = [name for name, value in index.items() if isinstance(value, list) and value[-1] == component.class_name]
+    if len(roles) != 1:
+        found = f"{len(roles)} components" if roles else "no component"
+        raise UsageError(
+            f"the pipeline has {found} of class {component.class_name}",
+            hint="quantize the pipeline, not the component alone, so that the folder says which it is",
+        )
+    return roles[0]
+
+
+def _assemble(rest: Source, modules: Mapping[str, nn.Module]) -> Any:
+    diffusers = libraries.load("diffusers")
+    dtype = next(module.dtype for module in modules.values())  # that of the checkpoint
+    options: dict[str, Any] = {"torch_dtype": dtype, "local_files_only": True}
+    if rest.variant is not None:
+        options["variant"] = rest.variant
+    with libraries.quiet():
+        try:
+            pipeline = diffusers.DiffusionPipeline.from_pretrained(str(rest.folder), **modules, **options)
+        except Exception as error:
+            raise CheckpointError(
+                f"the pipeline of {rest.model} does not load: {' '.join(str(error).split())[:200]}",
+                hint="its other components may be incomplete, or of other versions",
+            ) from error
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _place(pipeline: Any, place: torch.device, offload: Offload) -> None:
+    if offload == "model":
+        pipeline.enable_model_cpu_offload(device=place)
+    elif offload == "sequential":
+        pipeline.enable_sequential_cpu_offload(device=place)
+    elif offload == "group":
+        pipeline.enable_group_offload(onload_device=place, offload_type="leaf_level", use_stream=place.type == "cuda")
+    elif place.type != "cpu":
+        pipeline.to(place)
+
+
+def _compile(pipeline: Any) -> None:
+    for name in _DENOISERS:
+        module = getattr(pipeline, name, None)
+        if not isinstance(module, nn.Module):
+            continue
+        if getattr(module, "_repeated_blocks", None):
+            module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
+        else:
+            module.compile(fullgraph=True)
+
+
+@contextlib.contextmanager
+def _fitting(pipeline: Any, place: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+        sizes = [loading.storage_bytes([*part.parameters(), *part.buffers()]) for part in modules]
+        total = torch.cuda.mem_get_info(place)[1] if place.type == "cuda" else None
+        message, hint = refusal(sizes, total, str(place))
+        raise ResourceError(message, hint=hint) from error
+
+
+def refusal(sizes: list[int], total: int | None, place: str) -> tuple[str, str]:
+    """Message and hint for a pipeline whose components take `sizes` bytes, where the device has `total`."""
+    has = f", it has {total:,}" if total is not None else ""
+    fits = total is None or max(sizes, default=0) < total
+    hint = "--offload model keeps one component there at a time" if fits else "--offload group keeps one layer there"
+    return f"the pipeline does not fit {place}: its weights take {sum(sizes):,} bytes{has}", hint
+
+
+def _as_images(drawn: Any) -> list[Any]:
+    from PIL import Image
+
+    if isinstance(drawn, list) and all(isinstance(frame, Image.Image) for frame in drawn):
+        return drawn
+    raise AoquantError(f"the pipeline drew {type(drawn).__name__}, no pictures: this kind is not supported yet")
+
+
+def _save_mp4(frames: list[Any], target: Path, fps: int) -> None:
+    from diffusers.utils import export_to_video
+
+    try:
+        export_to_video(frames, str(target), fps=fps)
+    except ImportError as error:
+        raise UsageError(
+            "writing .mp4 needs the imageio and imageio-ffmpeg packages",
+            hint="pip install imageio imageio-ffmpeg; or end --output in .gif or .webp",
+        ) from error
