@@ -10,7 +10,7 @@ import inspect
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,20 @@ def download(snapshot: Snapshot, paths: Collection[str], *, on_progress: OnProgr
             hf_hub_download(snapshot.repo_id, path, revision=snapshot.commit, **_quiet(counter.add))
         finished += size
         counter.add(size)
+
+
+def cached_repositories() -> list[str]:
+    """The ids, `org/name`, of the models of which the Hub's cache holds at least one commit. Asks nobody."""
+    from huggingface_hub import constants
+
+    with suppress(OSError):
+        folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
+        return [folder.name.split("--", 1)[1].replace("--", "/") for folder in folders if _has_snapshot(folder)]
+    return []
+
+
+def _has_snapshot(folder: Path) -> bool:
+    return any(snapshot.is_dir() for snapshot in (folder / "snapshots").glob("*"))
 
 
 def absent(snapshot: Snapshot, what: list[str]) -> AoquantError:

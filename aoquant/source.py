@@ -7,6 +7,7 @@ asked for and no others, all of one exact commit.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -28,6 +29,7 @@ from aoquant.checkpoint.layout import (
 )
 from aoquant.checkpoint.manifest import CARD, MANIFEST
 from aoquant.errors import AoquantError, CheckpointError, SourceError, UsageError
+from aoquant.models import MODELS, find_model
 
 # How the classes of a pipeline's weightless parts end, in diffusers 0.42 and transformers 5 (the backends are
 # the classes that transformers 5 writes for tokenizers without one of their own).
@@ -63,7 +65,8 @@ class Source:
     model: the repository's id or the folder's own name, fit to be written into a result (never a path of this
     machine). revision: the exact commit, None for a local folder. model_index: the parsed model_index.json,
     None for a single component. components: all that hold weights, in the pipeline's order; for a single
-    component the name that was asked for, if any.
+    component the name that was asked for, if any. alias: the bare name by which `repo_id` was asked for, None if
+    it was written out.
     """
 
     kind: Literal["pipeline", "component"]
@@ -74,6 +77,7 @@ class Source:
     model_index: Mapping[str, Any] | None
     components: tuple[str, ...]
     variant: str | None
+    alias: str | None = None
 
     def other_files(self, *, quantized: Collection[str]) -> dict[PurePosixPath, Path]:
         """What makes a whole pipeline of its `quantized` components: path in the pipeline → file on disk.
@@ -107,7 +111,8 @@ def open_source(
     """Find `model`, and bring what `components` need onto this disk.
 
     model: an existing folder (a pipeline or one component), else `org/name` or `org/name@revision` on the
-    Hub. offline: take everything from the Hub's cache (so does HF_HUB_OFFLINE). whole: bring the files of the
+    Hub, or `name` or `name@revision` where a name of the table or of the Hub's cache stands for one repository.
+    offline: take everything from the Hub's cache (so does HF_HUB_OFFLINE). whole: bring the files of the
     pipeline's other parts too, those of `Source.other_files`.
 
     Raises UsageError for a component that the model lacks or for contradicting revisions; SourceError if the
@@ -124,6 +129,7 @@ def open_source(
             )
         return _open_local(folder, components=components, variant=variant)
     repo_id, revision = _parse_repository(model, revision=revision)
+    bare = model.partition("@")[0]
     snapshot = hub.resolve(repo_id, revision=revision, offline=offline, anchors=(MODEL_INDEX, CONFIG))
     source = _open_folder(
         snapshot.folder,
@@ -145,7 +151,7 @@ def open_source(
             absent=lambda name: hub.absent(snapshot, [f"{name}/"]),
         )
     hub.download(snapshot, list(dict.fromkeys(needed)), on_progress=on_progress)
-    return source
+    return source if bare == repo_id else dataclasses.replace(source, alias=bare)
 
 
 def open_component(source: Source, name: str) -> ComponentSource:
@@ -186,7 +192,10 @@ def _local_folder(model: str) -> Path | None:
 
 
 def _parse_repository(model: str, *, revision: str | None) -> tuple[str, str | None]:
-    """`org/name[@revision]` → its two parts. Raises SourceError for a path, a bare name or an address."""
+    """`org/name[@revision]` or `name[@revision]` → the repository's id and the revision.
+
+    Raises SourceError for a path, an address, or a bare name that does not stand for one repository.
+    """
     name, at, typed = model.partition("@")
     if "://" in model:
         raise SourceError(f"{quoted(model)} is an address, not a model", hint="write org/name, or org/name@revision")
@@ -195,10 +204,7 @@ def _parse_repository(model: str, *, revision: str | None) -> tuple[str, str | N
     if "/" not in name:
         if at and Path(name).is_dir():
             raise UsageError(f"{quoted(name)} is a local folder, which has no revision", hint=f"leave out @{typed}")
-        raise SourceError(
-            f"{quoted(model)} is not a folder here, and does not say whose model it is",
-            hint=f"write org/{quoted(name, quote=False)} for the Hub, or the path of a folder",
-        )
+        name = _repository_named(name)
     if at and not typed:
         raise SourceError(f"{quoted(model)} names no revision after its @", hint=f"write {name}@main")
     if typed and revision is not None and typed != revision:
@@ -207,6 +213,39 @@ def _parse_repository(model: str, *, revision: str | None) -> tuple[str, str | N
             hint="give one of them",
         )
     return name, typed or revision
+
+
+def _repository_named(name: str) -> str:
+    """The repository that a bare name stands for: by the table, else the only one of that name in the Hub's cache.
+
+    Never what a search finds: anyone can publish a look-alike. Raises SourceError.
+    """
+    if (row := find_model(name)) is not None:
+        return row.repo_id
+    cached = hub.cached_repositories()
+    same = [repo_id for repo_id in cached if repo_id.partition("/")[2].casefold() == name.casefold()]
+    if len(same) == 1:
+        return same[0]
+    if same:
+        raise SourceError(
+            f"{quoted(name)} is {len(same)} repositories in the Hub's cache: {', '.join(same)}",
+            hint=f"say which: write {same[0]}, for example",
+        )
+    near = _close_names(name, cached)
+    suggestion = f"did you mean {' or '.join(near)}? " if near else ""
+    raise SourceError(
+        f"{quoted(name)} is neither a folder here nor a name that stands for one repository",
+        hint=f"{suggestion}`aoquant models` lists the names; write org/{quoted(name, quote=False)} for the Hub",
+    )
+
+
+def _close_names(name: str, cached: list[str]) -> list[str]:
+    """Up to three names like `name` that stand for repositories, one for each."""
+    meant = {repo_id.partition("/")[2]: repo_id for repo_id in cached}
+    meant |= {spelling: row.repo_id for row in MODELS.values() for spelling in row.spellings}
+    folded = {spelling.casefold(): spelling for spelling in meant}
+    near = [folded[match] for match in difflib.get_close_matches(name.casefold(), folded, n=9)]
+    return list({meant[spelling]: spelling for spelling in reversed(near)}.values())[::-1][:3]
 
 
 def _open_local(folder: Path, *, components: Collection[str], variant: str | None) -> Source:
