@@ -10,7 +10,7 @@ import inspect
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,17 @@ def resolve(repo_id: str, *, revision: str | None, offline: bool, anchors: tuple
     return Snapshot(repo_id=repo_id, commit=info.sha, folder=folder, files=files, offline=False)
 
 
+def cached_repositories() -> list[str]:
+    """The ids, `org/name`, of the models of which the Hub's cache holds at least one commit. Asks nobody."""
+    from huggingface_hub import constants
+
+    try:
+        commits = [path for path in Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*") if path.is_dir()]
+    except OSError:  # a cache that cannot be read holds nothing for us
+        return []
+    return sorted({"/".join(path.parents[1].name.split("--")[1:]) for path in commits})
+
+
 def fetch(snapshot: Snapshot, path: str) -> Path:
     """One small file of the commit, on disk. Raises as `absent` if the commit lacks it, else SourceError."""
     if path not in snapshot.files:
@@ -126,20 +137,6 @@ def download(snapshot: Snapshot, paths: Collection[str], *, on_progress: OnProgr
             hf_hub_download(snapshot.repo_id, path, revision=snapshot.commit, **_quiet(counter.add))
         finished += size
         counter.add(size)
-
-
-def cached_repositories() -> list[str]:
-    """The ids, `org/name`, of the models of which the Hub's cache holds at least one commit. Asks nobody."""
-    from huggingface_hub import constants
-
-    with suppress(OSError):
-        folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
-        return [folder.name.split("--", 1)[1].replace("--", "/") for folder in folders if _has_snapshot(folder)]
-    return []
-
-
-def _has_snapshot(folder: Path) -> bool:
-    return any(snapshot.is_dir() for snapshot in (folder / "snapshots").glob("*"))
 
 
 def absent(snapshot: Snapshot, what: list[str]) -> AoquantError:

@@ -7,7 +7,6 @@ asked for and no others, all of one exact commit.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -62,22 +61,22 @@ class ComponentSource:
 class Source:
     """An opened MODEL: where it is, and which components it has.
 
+    alias: the bare name by which `repo_id` was asked for, None if it was written out.
     model: the repository's id or the folder's own name, fit to be written into a result (never a path of this
     machine). revision: the exact commit, None for a local folder. model_index: the parsed model_index.json,
     None for a single component. components: all that hold weights, in the pipeline's order; for a single
-    component the name that was asked for, if any. alias: the bare name by which `repo_id` was asked for, None if
-    it was written out.
+    component the name that was asked for, if any.
     """
 
     kind: Literal["pipeline", "component"]
     model: str
     repo_id: str | None
+    alias: str | None
     revision: str | None
     folder: Path
     model_index: Mapping[str, Any] | None
     components: tuple[str, ...]
     variant: str | None
-    alias: str | None = None
 
     def other_files(self, *, quantized: Collection[str]) -> dict[PurePosixPath, Path]:
         """What makes a whole pipeline of its `quantized` components: path in the pipeline → file on disk.
@@ -111,8 +110,7 @@ def open_source(
     """Find `model`, and bring what `components` need onto this disk.
 
     model: an existing folder (a pipeline or one component), else `org/name` or `org/name@revision` on the
-    Hub, or `name` or `name@revision` where a name of the table or of the Hub's cache stands for one repository.
-    offline: take everything from the Hub's cache (so does HF_HUB_OFFLINE). whole: bring the files of the
+    Hub. offline: take everything from the Hub's cache (so does HF_HUB_OFFLINE). whole: bring the files of the
     pipeline's other parts too, those of `Source.other_files`.
 
     Raises UsageError for a component that the model lacks or for contradicting revisions; SourceError if the
@@ -129,11 +127,11 @@ def open_source(
             )
         return _open_local(folder, components=components, variant=variant)
     repo_id, revision = _parse_repository(model, revision=revision)
-    bare = model.partition("@")[0]
     snapshot = hub.resolve(repo_id, revision=revision, offline=offline, anchors=(MODEL_INDEX, CONFIG))
     source = _open_folder(
         snapshot.folder,
         model=repo_id,
+        alias=name if (name := model.partition("@")[0]) != repo_id else None,
         snapshot=snapshot,
         files=snapshot.files,
         components=components,
@@ -151,7 +149,7 @@ def open_source(
             absent=lambda name: hub.absent(snapshot, [f"{name}/"]),
         )
     hub.download(snapshot, list(dict.fromkeys(needed)), on_progress=on_progress)
-    return source if bare == repo_id else dataclasses.replace(source, alias=bare)
+    return source
 
 
 def open_component(source: Source, name: str) -> ComponentSource:
@@ -263,6 +261,7 @@ def _open_local(folder: Path, *, components: Collection[str], variant: str | Non
     return _open_folder(
         folder,
         model=folder.resolve().name or "model",
+        alias=None,
         snapshot=None,
         files=files,
         components=components,
@@ -274,6 +273,7 @@ def _open_folder(
     folder: Path,
     *,
     model: str,
+    alias: str | None,
     snapshot: hub.Snapshot | None,
     files: Collection[str],
     components: Collection[str],
@@ -298,6 +298,7 @@ def _open_folder(
         kind="component" if model_index is None else "pipeline",
         model=model,
         repo_id=snapshot.repo_id if snapshot is not None else None,
+        alias=alias,
         revision=snapshot.commit if snapshot is not None else None,
         folder=folder,
         model_index=model_index,

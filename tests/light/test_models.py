@@ -112,11 +112,12 @@ def test_a_name_of_the_table_is_its_repository(name: str, hub: HubServer, pipeli
 
 
 def test_a_revision_goes_with_a_name(hub: HubServer, pipeline: Path, tmp_path: Path) -> None:
-    first = hub.publish(FLUX, pipeline, revision="v1")
+    first = hub.publish(FLUX, pipeline, revision="refs/pr/1")
     write_files(pipeline, {"README.md": b"# later"})
     assert hub.publish(FLUX, pipeline) != first
-    assert opened("FLUX.1-dev@v1", work=tmp_path)["revision"] == first
-    assert opened("FLUX.1-dev", work=tmp_path, revision="v1")["revision"] == first
+    result = opened("FLUX.1-dev@refs/pr/1", work=tmp_path)
+    assert (result["revision"], result["alias"]) == (first, "FLUX.1-dev")
+    assert opened("FLUX.1-dev", work=tmp_path, revision="refs/pr/1")["revision"] == first
 
 
 def test_a_folder_goes_before_a_name(tmp_path: Path) -> None:
