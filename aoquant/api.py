@@ -30,7 +30,7 @@ def quantize(
 ) -> Result:
     """Quantize components of a pipeline into a new folder, one block of weights in memory at a time.
 
-    model: a local pipeline or component folder, `org/name[@revision]` on the Hub, or a name that `aoquant models` lists.
+    model: a local pipeline or component folder, `org/name[@revision]` on the Hub, or a name of `aoquant models`.
     components: name → config, such as `{"transformer": "int8wo", "text_encoder_2": "int4wo:group_size=64"}`.
     options: see `Options`.
 
