@@ -27,7 +27,7 @@ import json, sys
 from aoquant.errors import AoquantError
 from aoquant.source import open_source
 try:
-    source = open_source(sys.argv[1], components=["transformer"], **json.loads(sys.argv[2]))
+    source = open_source(sys.argv[1], components=[], **json.loads(sys.argv[2]))
 except AoquantError as error:
     print(json.dumps({"code": error.exit_code, "message": error.message, "hint": error.hint}))
 else:
