@@ -31,8 +31,9 @@ def quantize(
 ) -> Result:
     """Quantize components of a pipeline into a new folder, one block of weights in memory at a time.
 
-    model: a local pipeline or component folder, or `org/name[@revision]` on the Hub. components: name → config, such
-    as `{"transformer": "int8wo", "text_encoder_2": "int4wo:group_size=64"}`. options: see `Options`.
+    model: a local pipeline or component folder, `org/name[@revision]` on the Hub, or a name of `aoquant models`.
+    components: name → config, such as `{"transformer": "int8wo", "text_encoder_2": "int4wo:group_size=64"}`.
+    options: see `Options`.
 
     Raises UsageError, SourceError, CheckpointError, ResourceError or GateError; whatever is raised, KeyboardInterrupt
     included, nothing is left behind.

@@ -38,7 +38,11 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no note
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda[:N], xpu[:N] or mps.")]
 Folder = Annotated[str, typer.Argument(help="A checkpoint folder.", show_default=False)]
 Model = Annotated[
-    str, typer.Argument(help="A local pipeline or component folder, or org/name[@revision].", show_default=False)
+    str,
+    typer.Argument(
+        help="A local pipeline or component folder, a name of `aoquant models`, or org/name[@revision].",
+        show_default=False,
+    ),
 ]
 
 
@@ -224,6 +228,14 @@ def configs(json: Json = False) -> None:
     from aoquant.tables import configs_table
 
     Console(as_json=json).result(configs_json(), configs_table)
+
+
+@app.command(help="List the names that stand for repositories: what each is, and its components.")
+def models(json: Json = False) -> None:
+    from aoquant.models import models_json
+    from aoquant.tables import models_table
+
+    Console(as_json=json).result(models_json(), models_table)
 
 
 def _print_version(asked: bool) -> None:

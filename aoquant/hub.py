@@ -87,6 +87,17 @@ def resolve(repo_id: str, *, revision: str | None, offline: bool, anchors: tuple
     return Snapshot(repo_id=repo_id, commit=info.sha, folder=folder, files=files, offline=False)
 
 
+def cached_repositories() -> list[str]:
+    """The ids, `org/name`, of the models of which the Hub's cache holds at least one commit. Asks nobody."""
+    from huggingface_hub import constants
+
+    try:
+        commits = [path for path in Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*") if path.is_dir()]
+    except OSError:  # a cache that cannot be read holds nothing for us
+        return []
+    return sorted({"/".join(path.parents[1].name.split("--")[1:]) for path in commits})
+
+
 def fetch(snapshot: Snapshot, path: str) -> Path:
     """One small file of the commit, on disk. Raises as `absent` if the commit lacks it, else SourceError."""
     if path not in snapshot.files:

@@ -115,7 +115,7 @@ def _skip(patterns: str | Sequence[str]) -> tuple[str, ...]:
 
 def default_output(model: str, configs: Sequence[QuantConfig]) -> str:
     """`<model name>-<configs>`: `FLUX.1-dev-int8wo`, each config once."""
-    name = model.rstrip("/").rpartition("/")[2].partition("@")[0]
+    name = model.partition("@")[0].rstrip("/").rpartition("/")[2]
     with contextlib.suppress(OSError, ValueError):  # too long for a path: `open_source` says so
         folder = _home(model)
         name = folder.resolve().name if folder.is_dir() else name

@@ -29,6 +29,7 @@ from aoquant.checkpoint.layout import (
 )
 from aoquant.checkpoint.manifest import CARD, MANIFEST
 from aoquant.errors import AoquantError, CheckpointError, SourceError, UsageError
+from aoquant.models import MODELS, find_model
 
 # How the classes of a pipeline's weightless parts end, in diffusers 0.42 and transformers 5 (the backends are
 # the classes that transformers 5 writes for tokenizers without one of their own).
@@ -61,6 +62,7 @@ class ComponentSource:
 class Source:
     """An opened MODEL: where it is, and which components it has.
 
+    alias: the bare name by which `repo_id` was asked for, None if it was written out.
     model: the repository's id or the folder's own name, fit to be written into a result (never a path of this
     machine). revision: the exact commit, None for a local folder. model_index: the parsed model_index.json,
     None for a single component. components: all that hold weights, in the pipeline's order; for a single
@@ -71,6 +73,7 @@ class Source:
     kind: Literal["pipeline", "component"]
     model: str
     repo_id: str | None
+    alias: str | None
     revision: str | None
     folder: Path
     model_index: Mapping[str, Any] | None
@@ -145,6 +148,7 @@ def open_source(
     source = _open_folder(
         snapshot.folder,
         model=repo_id,
+        alias=name if (name := model.partition("@")[0]) != repo_id else None,
         snapshot=snapshot,
         files=snapshot.files,
         components=components,
@@ -197,7 +201,10 @@ def _local_folder(model: str) -> Path | None:
 
 
 def _parse_repository(model: str, *, revision: str | None) -> tuple[str, str | None]:
-    """`org/name[@revision]` → its two parts. Raises SourceError for a path, a bare name or an address."""
+    """`org/name[@revision]` or `name[@revision]` → the repository's id and the revision.
+
+    Raises SourceError for a path, an address, or a bare name that does not stand for one repository.
+    """
     name, at, typed = model.partition("@")
     if "://" in model:
         raise SourceError(f"{quoted(model)} is an address, not a model", hint="write org/name, or org/name@revision")
@@ -206,10 +213,7 @@ def _parse_repository(model: str, *, revision: str | None) -> tuple[str, str | N
     if "/" not in name:
         if at and Path(name).is_dir():
             raise UsageError(f"{quoted(name)} is a local folder, which has no revision", hint=f"leave out @{typed}")
-        raise SourceError(
-            f"{quoted(model)} is not a folder here, and does not say whose model it is",
-            hint=f"write org/{quoted(name, quote=False)} for the Hub, or the path of a folder",
-        )
+        name = _repository_named(name)
     if at and not typed:
         raise SourceError(f"{quoted(model)} names no revision after its @", hint=f"write {name}@main")
     if typed and revision is not None and typed != revision:
@@ -218,6 +222,39 @@ def _parse_repository(model: str, *, revision: str | None) -> tuple[str, str | N
             hint="give one of them",
         )
     return name, typed or revision
+
+
+def _repository_named(name: str) -> str:
+    """The repository that a bare name stands for: by the table, else the only one of that name in the Hub's cache.
+
+    Never what a search finds: anyone can publish a look-alike. Raises SourceError.
+    """
+    if (row := find_model(name)) is not None:
+        return row.repo_id
+    cached = hub.cached_repositories()
+    same = [repo_id for repo_id in cached if repo_id.partition("/")[2].casefold() == name.casefold()]
+    if len(same) == 1:
+        return same[0]
+    if same:
+        raise SourceError(
+            f"{quoted(name)} is {len(same)} repositories in the Hub's cache: {', '.join(same)}",
+            hint=f"say which: write {same[0]}, for example",
+        )
+    near = _close_names(name, cached)
+    suggestion = f"did you mean {' or '.join(near)}? " if near else ""
+    raise SourceError(
+        f"{quoted(name)} is neither a folder here nor a name that stands for one repository",
+        hint=f"{suggestion}`aoquant models` lists the names; write org/{quoted(name, quote=False)} for the Hub",
+    )
+
+
+def _close_names(name: str, cached: list[str]) -> list[str]:
+    """Up to three names like `name` that stand for repositories, one for each."""
+    meant = {repo_id.partition("/")[2]: repo_id for repo_id in cached}
+    meant |= {spelling: row.repo_id for row in MODELS.values() for spelling in row.spellings}
+    folded = {spelling.casefold(): spelling for spelling in meant}
+    near = [folded[match] for match in difflib.get_close_matches(name.casefold(), folded, n=9)]
+    return list({meant[spelling]: spelling for spelling in reversed(near)}.values())[::-1][:3]
 
 
 def _open_local(folder: Path, *, components: Collection[str], variant: str | None) -> Source:
@@ -235,6 +272,7 @@ def _open_local(folder: Path, *, components: Collection[str], variant: str | Non
     return _open_folder(
         folder,
         model=folder.resolve().name or "model",
+        alias=None,
         snapshot=None,
         files=files,
         components=components,
@@ -246,6 +284,7 @@ def _open_folder(
     folder: Path,
     *,
     model: str,
+    alias: str | None,
     snapshot: hub.Snapshot | None,
     files: Collection[str],
     components: Collection[str],
@@ -270,6 +309,7 @@ def _open_folder(
         kind="component" if model_index is None else "pipeline",
         model=model,
         repo_id=snapshot.repo_id if snapshot is not None else None,
+        alias=alias,
         revision=snapshot.commit if snapshot is not None else None,
         folder=folder,
         model_index=model_index,

@@ -20,6 +20,7 @@ from rich.text import Text
 from aoquant.checkpoint.files import quoted
 from aoquant.configs import ALIASES, CONFIGS
 from aoquant.console import size
+from aoquant.models import MODELS
 
 if TYPE_CHECKING:
     from aoquant.engine.job import Plan
@@ -42,6 +43,19 @@ def configs_table() -> RenderableType:
         ]
         older.add_row(row.name, ", ".join(names))
     return Group(table, older, Text("Every config can be made on any machine, with or without a GPU."))
+
+
+def models_table() -> RenderableType:
+    """Every name that stands for a repository: whose, what it is, its components; then what else they are called."""
+    table = _table("name", "what it is", "components")
+    table.columns[0].no_wrap = True
+    others = _table("name", "also called")
+    for row in MODELS.values():
+        owner = row.repo_id.partition("/")[0]
+        table.add_row(f"[bold]{row.name}[/]\n  of {owner}", row.meaning, "\n".join(row.components))
+        if row.also:
+            others.add_row(row.name, ", ".join(row.also))
+    return Group(table, others, Text("Any case will do, and name@revision. Any other repository is written org/name."))
 
 
 def plan_tables(plan: Plan, *, every_tensor: bool) -> RenderableType:

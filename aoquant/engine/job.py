@@ -280,7 +280,7 @@ def _with_texts(plan: Plan) -> Plan:
 def _warnings(
     source: Source, configs: Mapping[str, QuantConfig], plans: Sequence[ComponentPlan], dtype: str
 ) -> list[str]:
-    warnings = []
+    warnings = [f"{source.alias} is {source.repo_id}"] if source.alias is not None else []
     for name in configs:
         twin = name.removesuffix("_2") if name.endswith("_2") else f"{name}_2"
         if "transformer" in name and twin in source.components and twin not in configs:

@@ -18,6 +18,7 @@ from aoquant import api
 from aoquant.cli import main
 from aoquant.configs import CONFIGS
 from aoquant.errors import AoquantError
+from aoquant.models import MODELS
 from aoquant.request import Request
 from tests.light import bad_input, forge
 from tests.light.bad_input import bad, having, run, signals_kept, write
@@ -73,6 +74,8 @@ ROWS = [
     bad("unknown command", "quantise pipe", 2, "quantise"),
     bad("unknown option", f"{QUANTIZE_PIPE} --frob", 2, "--frob"),
     bad("unknown option of configs", "configs --frob", 2, "--frob"),
+    bad("unknown option of models", "models --frob", 2, "--frob"),
+    bad("argument of models", "models FLUX.1-dev", 2, "FLUX.1-dev"),
     bad("option without its value", "quantize pipe --transformer", 2, "--transformer"),
     bad("value for a flag", f"{QUANTIZE_PIPE} --full=yes", 2, "--full"),
     bad("no model", "quantize", 2, "model"),
@@ -126,7 +129,11 @@ ROWS = [
     bad("revision of a bare folder", f"quantize pipe@main {Q}", 2, "local folder", "leave out @main", make=pipe),
     bad("output of aoquant as the model", f"quantize done {Q}", 4, "already quantized", "written by aoquant",
         make=having({"done/aoquant.json": {}})),
-    bad("bare name", f"quantize FLUX.1-dev {Q}", 3, "'FLUX.1-dev'", "org/FLUX.1-dev"),
+    bad("bare name", f"quantize my-flux {Q}", 3, "'my-flux'", "aoquant models", "org/my-flux"),
+    bad("misspelt name", f"plan FLUX.1-def@v1 {Q}", 3, "'FLUX.1-def'", "did you mean FLUX.1-dev"),
+    bad("name offline and not cached", f"quantize sdxl {Q} --offline", 3, "offline", "stable-diffusion-xl-base-1.0"),
+    bad("no revision after @ of a name", f"quantize sdxl@ {Q}", 3, "@main"),
+    bad("name with two revisions", f"quantize sdxl@v1 {Q} --revision v2", 2, "'v1'", "'v2'"),
     bad("address", f"quantize https://huggingface.co/acme/x {Q}", 3, "address", "org/name"),
     bad("no repository's name", ["quantize", "acme/na me", "--transformer", "int8wo"], 3, "'acme/na me'", "org/name"),
     bad("no revision after @", f"quantize acme/x@ {Q}", 3, "@main"),
@@ -217,6 +224,8 @@ PLAIN = {
         ("m --transformer int8wo", {}),
         ("acme/m --transformer int8wo", {"model": "acme/m"}),
         ("acme/m@v2 --transformer int8wo", {"model": "acme/m@v2"}),
+        ("FLUX.1-dev --transformer int8wo", {"model": "FLUX.1-dev", "output": Path("FLUX.1-dev-int8wo")}),
+        ("sdxl@v1 --transformer int8wo", {"model": "sdxl@v1", "output": Path("sdxl-int8wo")}),
         ("m --transformer int8_weight_only", {}),
         ("m --transformer int8wo -o out/x", {"output": Path("out/x")}),
         ("m --transformer int8wo --output out/x", {"output": Path("out/x")}),
@@ -302,6 +311,22 @@ def test_configs_as_a_table_names_every_config(capsys: pytest.CaptureFixture[str
     assert [name for name in CONFIGS if name not in out] == []
 
 
+def test_models_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(["models", "--json"], capsys)
+    document = json.loads(out)
+    assert (code, err, document["schema"]) == (0, "", "aoquant.models/1")
+    assert [row["name"] for row in document["models"]] == list(MODELS)
+
+
+def test_models_as_a_table_names_every_repository_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(["models"], capsys)
+    assert (code, err) == (0, "")
+    words = set(out.replace(",", " ").split())
+    for row in MODELS.values():
+        assert {*row.spellings, row.repo_id.partition("/")[0], *row.components} <= words
+    assert max(map(len, out.splitlines())) <= 120
+
+
 @pytest.mark.parametrize("layers", [[], ["--layers"]], ids=["", "layers"])
 def test_inspect_as_json(layers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = safe_component(tmp_path / "m", quantization_config=INT8WO)
@@ -373,8 +398,9 @@ def nothing_heavy(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "argv",
     [
-        "--help", "--version", "quantize --help", "configs", "configs --json", "inspect m", "inspect m --json",
-        "inspect m --layers", "quantize m --transformer int9wo", "quantize ./gone --transformer int8wo",
+        "--help", "--version", "quantize --help", "configs", "configs --json", "models", "models --json",
+        "inspect m", "inspect m --json", "inspect m --layers", "quantize m --transformer int9wo",
+        "quantize ./gone --transformer int8wo", "quantize gone --transformer int8wo",
     ],
 )  # fmt: skip
 def test_light_commands_need_nothing_heavy_and_no_time(
@@ -413,7 +439,7 @@ def test_a_heavy_command_says_so_when_torch_is_missing(nothing_heavy: dict[str, 
 @pytest.mark.parametrize(
     "line",
     [
-        "configs | true", "configs --json | true", "inspect m --layers | head -n 1",
+        "configs | true", "configs --json | true", "models | true", "inspect m --layers | head -n 1",
         "inspect m --layers --json | head -n 1",
     ],
 )  # fmt: skip
@@ -430,7 +456,9 @@ def test_a_reader_that_stops_reading_is_no_error(line: str, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("line", ["configs", "configs --json", "inspect m", "inspect m --layers --json", "--help"])
+@pytest.mark.parametrize(
+    "line", ["configs", "configs --json", "models", "models --json", "inspect m", "inspect m --layers --json", "--help"]
+)
 def test_a_stdout_that_is_full_is_an_error_of_one_line(line: str, tmp_path: Path) -> None:
     safe_component(tmp_path / "m")
     done = in_shell(f"{line} >/dev/full", tmp_path)

@@ -24,7 +24,7 @@ MAY_BE_HEAVY = {"lowbit", "int4", "engine", "loading", "pipelines"}
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("",),  # the package itself: its version
     ("errors",),
-    ("configs", "checkpoint"),
+    ("configs", "models", "checkpoint"),
     ("hub", "report"),
     ("source", "inspection"),
     ("request", "output", "lowbit"),

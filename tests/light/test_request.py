@@ -63,6 +63,8 @@ def test_any_size_is_a_number_of_bytes_or_a_usage_error(text: str | int) -> None
     [
         ("acme/flux", ["int8wo"], "flux-int8wo"),
         ("acme/flux@v2", ["int8wo"], "flux-int8wo"),
+        ("acme/flux@refs/pr/1", ["int8wo"], "flux-int8wo"),
+        ("FLUX.1-dev@refs/pr/1", ["int8wo"], "FLUX.1-dev-int8wo"),
         ("flux", ["int8wo", "int8wo", "fp8wo"], "flux-int8wo-fp8wo"),
         ("acme/flux", ["int4wo:group_size=64"], "flux-int4wo-group_size64"),
         ("/no/such/flux/", ["int8wo"], "flux-int8wo"),
