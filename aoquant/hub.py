@@ -13,7 +13,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ _PARALLEL = 4  # files at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """size: in bytes, 0 if the Hub did not say. blob: its contents' name in the cache, empty if unknown."""
+    """size: in bytes. blob: its contents' name in the cache, empty if unknown."""
 
     size: int
     blob: str
@@ -69,9 +69,15 @@ def resolve(repo_id: str, *, revision: str | None, offline: bool, anchors: tuple
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
     if info.sha is None or _COMMIT.fullmatch(info.sha) is None:
         raise _not_a_hub()
+    listed = info.siblings or []
+    unsized = [file.rfilename for file in listed if file.size is None]
+    sizes = _sizes(repo_id, unsized, commit=info.sha)
     files = {
-        file.rfilename: RemoteFile(size=file.size or 0, blob=(file.lfs.sha256 if file.lfs else file.blob_id) or "")
-        for file in info.siblings or ()
+        file.rfilename: RemoteFile(
+            size=sizes[file.rfilename] if file.size is None else file.size,
+            blob=(file.lfs.sha256 if file.lfs else file.blob_id) or "",
+        )
+        for file in listed
     }
     anchor = next((name for name in anchors if name in files), None)
     if anchor is None:
@@ -85,6 +91,18 @@ def resolve(repo_id: str, *, revision: str | None, offline: bool, anchors: tuple
     if folder.name != info.sha:
         folder = _fetch(repo_id, anchor, revision=info.sha).parent
     return Snapshot(repo_id=repo_id, commit=info.sha, folder=folder, files=files, offline=False)
+
+
+def _sizes(repo_id: str, paths: list[str], *, commit: str) -> dict[str, int]:
+    """The bytes of files, each asked for by itself: mirrors of the Hub list files without their sizes."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    def size(path: str) -> int:
+        with _hub_errors(repo_id, revision=commit):
+            return get_hf_file_metadata(hf_hub_url(repo_id, path, revision=commit)).size or 0
+
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        return dict(zip(paths, pool.map(size, paths), strict=True))
 
 
 def cached_repositories() -> list[str]:

@@ -129,8 +129,9 @@ def open_source(
 ) -> Source:
     """Find `model`, and bring the small files that describe `components` onto this disk. No weights.
 
-    model: an existing folder (a pipeline or one component), else `org/name` or `org/name@revision` on the
-    Hub. offline: take everything from the Hub's cache (so does HF_HUB_OFFLINE).
+    model: an existing folder (a pipeline or one component), else `org/name[@revision]` on the Hub, else a name
+    of `aoquant.models`, else the name of the only such repository in the cache. offline: take everything from
+    the Hub's cache (so does HF_HUB_OFFLINE).
 
     Raises UsageError for a component that the model lacks or for contradicting revisions; SourceError if the
     model cannot be had; CheckpointError if what is there cannot be used.

@@ -35,7 +35,8 @@ class ServedRepo:
     """One repository and how it misbehaves; tests flip the switches at any time.
 
     gated: only tokens in `accepted_tokens` may read files (anyone may list them, as on the Hub). private:
-    only those may even see it. disabled: taken down. no_ranges: send whole files, whatever is asked. not_a_hub:
+    only those may even see it. disabled: taken down. unsized: list files without
+    sizes, as mirrors do. no_ranges: send whole files, whatever is asked. not_a_hub:
     answer everything with a web page.
     api_status, file_status: answer every listing or file request with this status. cut_after: send that many
     bytes of a large file and close, once per file. stall_after: send that many bytes and then nothing until
@@ -49,6 +50,7 @@ class ServedRepo:
     private: bool = False
     not_a_hub: bool = False
     no_ranges: bool = False
+    unsized: bool = False
     disabled: bool = False
     accepted_tokens: set[str] = field(default_factory=set)
     api_status: int | None = None
@@ -169,7 +171,7 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 commit = self._commit(repo, revision or "main")
                 if kind == "tree":
                     self._json(_tree(repo.commits[commit], folder, recursive="true" in query.get("recursive", ())))
-                self._json(_info(repo_id, repo, commit, blobs="blobs" in query))
+                self._json(_info(repo_id, repo, commit, blobs="blobs" in query and not repo.unsized))
             resolve = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", parts.path)
             if resolve:
                 repo_id, revision, name = (unquote(part) for part in resolve.groups())

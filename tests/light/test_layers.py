@@ -190,7 +190,7 @@ def test_only_the_console_prints() -> None:
 def test_the_public_surface_is_exactly_all() -> None:
     assert dir(aoquant) == sorted(aoquant.__all__) == aoquant.__all__
     assert {name for name in aoquant.__all__ if inspect.isfunction(getattr(aoquant, name))} == {
-        "inspect", "load", "plan", "quantize",
+        "inspect", "load", "load_pipeline", "plan", "quantize",
     }  # fmt: skip
     namespace: dict[str, object] = {}
     exec("from aoquant import *", namespace)

@@ -482,6 +482,13 @@ def test_a_plan_reads_headers_by_ranges_and_no_weights(hub: HubServer, tmp_path:
     assert downloads(planned) == {"config.json"}
 
 
+def test_a_mirror_need_not_list_sizes(hub: HubServer, pipeline: Path) -> None:
+    hub.publish(REPO, pipeline)
+    sized = run(_plan=True)
+    hub.repos[REPO].unsized = True
+    assert run(_plan=True)["download_bytes"] == sized["download_bytes"] > 0
+
+
 def test_an_endpoint_without_ranges_is_told_apart(hub: HubServer, pipeline: Path) -> None:
     hub.publish(REPO, pipeline)
     hub.repos[REPO].no_ranges = True
