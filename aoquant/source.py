@@ -26,7 +26,7 @@ from aoquant.checkpoint.layout import (
     read_index,
     read_json,
 )
-from aoquant.checkpoint.manifest import CARD, MANIFEST
+from aoquant.checkpoint.manifest import CARD, CARRIED, MANIFEST
 from aoquant.errors import AoquantError, CheckpointError, SourceError, UsageError
 
 # How the classes of a pipeline's weightless parts end, in diffusers 0.42 and transformers 5 (the backends are
@@ -37,6 +37,7 @@ _WEIGHTLESS = (
 _WEIGHT_SUFFIXES = frozenset({
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf",
 })  # fmt: skip
+_HUB = "https://huggingface.co"  # where a card's links lead, whichever mirror HF_ENDPOINT names
 _SHARD_INDEX = re.compile(r"\.index(\.[^.]+)?\.json$")
 
 
@@ -63,7 +64,8 @@ class Source:
     model: the repository's id or the folder's own name, fit to be written into a result (never a path of this
     machine). revision: the exact commit, None for a local folder. model_index: the parsed model_index.json,
     None for a single component. components: all that hold weights, in the pipeline's order; for a single
-    component the name that was asked for, if any.
+    component the name that was asked for, if any. card: what its model card says that goes for what is made from it
+    too, `CARRIED`.
     """
 
     kind: Literal["pipeline", "component"]
@@ -74,6 +76,7 @@ class Source:
     model_index: Mapping[str, Any] | None
     components: tuple[str, ...]
     variant: str | None
+    card: Mapping[str, str]
 
     def other_files(self, *, quantized: Collection[str]) -> dict[PurePosixPath, Path]:
         """What makes a whole pipeline of its `quantized` components: path in the pipeline → file on disk.
@@ -264,7 +267,20 @@ def _open_folder(
         model_index=model_index,
         components=have,
         variant=variant,
+        card=_card(folder, snapshot),
     )
+
+
+def _card(folder: Path, snapshot: hub.Snapshot | None) -> dict[str, str]:
+    """`Source.card`. A link to a file of a repository becomes one that holds from anywhere."""
+    if snapshot is not None and CARD in snapshot.files:
+        hub.fetch(snapshot, CARD)
+    said = hub.front_matter(folder / CARD)
+    card = {key: said[key] for key in CARRIED if isinstance(said.get(key), str) and said[key].isprintable()}
+    link = card.get("license_link")
+    if link and snapshot is not None and "://" not in link:
+        card["license_link"] = f"{_HUB}/{snapshot.repo_id}/blob/{snapshot.commit}/{link.removeprefix('./').lstrip('/')}"
+    return card
 
 
 def _parts(model_index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
