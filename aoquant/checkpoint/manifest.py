@@ -335,5 +335,5 @@ def card_on_hub(card: str, manifest: Manifest, *, repo_id: str) -> str:
             break
     else:
         here, there = f'("{folder}"', f'("{repo_id}"'
-    title = repo_id.rpartition("/")[2]
-    return card.replace(here, there).replace(f"\n# {folder}\n", f"\n# {title}\n", 1)
+    old, new = folder.rpartition("/")[2], repo_id.rpartition("/")[2]
+    return card.replace(here, there).replace(f"\n# {old}\n", f"\n# {new}\n", 1)
