@@ -16,6 +16,7 @@ import aoquant
 from aoquant.checkpoint.manifest import Manifest
 from aoquant.errors import CheckpointError, UsageError
 from aoquant.joining import join
+from tests.light import schemas
 from tests.light.bad_input import contents, run
 from tests.light.checkpoints import LARGE, MADE, ORIGIN, WEIGHTS, checkpoint, write_texts
 
@@ -225,8 +226,8 @@ def test_the_command_prints_the_document_and_nothing_else(
     monkeypatch.chdir(tmp_path)
     code, out, err = run(["join", "out", "one", "two", "--json", "-q"], capsys)
     assert (code, err) == (0, "")
-    document = json.loads(out)
-    assert (document["schema"], document["output"], document["folders"]) == ("aoquant.join/1", "out", ["one", "two"])
+    document = schemas.validated(out, "join")
+    assert (document["output"], document["folders"]) == ("out", ["one", "two"])
     assert [part["name"] for part in document["components"]] == ["transformer", "text_encoder"]
     code, out, _ = run(["join", "out", "one", "two", "--overwrite"], capsys)
     assert code == 0 and out.endswith(document["snippet"])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from aoquant.checkpoint.manifest import card_on_hub, parse_manifest
+from tests.light import schemas
 from tests.light.checkpoints import LARGE, MADE, WEIGHTS, checkpoint, write_texts
 from tests.light.hub_server import HubServer, ServedRepo
 
@@ -57,8 +58,7 @@ def pushed(folder: Path, *options: str) -> dict[str, Any]:
     """The document of a push that goes well."""
     done = aoquant("push", folder.name, REPO, "--json", "-q", *options, cwd=folder.parent)
     assert (done.returncode, done.stderr) == (0, "")
-    document: dict[str, Any] = json.loads(done.stdout)
-    assert document["schema"] == "aoquant.push/1"
+    document: dict[str, Any] = schemas.validated(done.stdout, "push")
     return document
 
 
