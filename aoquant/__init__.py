@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from aoquant.api import inspect, load, load_pipeline, plan, quantize
+    from aoquant.api import inspect, join, load, load_pipeline, plan, push, quantize, verify
     from aoquant.errors import (
         AoquantError,
         CheckpointError,
@@ -35,10 +35,13 @@ __all__ = [
     "UsageError",
     "__version__",
     "inspect",
+    "join",
     "load",
     "load_pipeline",
     "plan",
+    "push",
     "quantize",
+    "verify",
 ]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aoquant.errors import UsageError
+from aoquant.errors import AoquantError, GateError, UsageError
 from aoquant.request import Options, Request, make_request
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from aoquant.engine.job import Plan
     from aoquant.engine.run import Result
     from aoquant.inspection import Report
+    from aoquant.joining import Joined
+    from aoquant.upload import Pushed
+    from aoquant.verification import Verification
 
 OnProgress = Callable[[str, int, int], None]
 """Called now and then with (stage, bytes done, bytes in all)."""
@@ -36,9 +40,10 @@ def quantize(
     options: see `Options`.
 
     Raises UsageError, SourceError, CheckpointError, ResourceError or GateError; whatever is raised, KeyboardInterrupt
-    included, nothing is left behind.
+    included, nothing is left behind, but for a finished folder that could not be uploaded.
     """
-    return run(make_request(str(model), components, options), on_progress=on_progress)
+    request = make_request(str(model), components, options)
+    return push_result(request, run(request, on_progress=on_progress), on_progress=on_progress)
 
 
 def plan(model: str | Path, components: Mapping[str, str], **options: Unpack[Options]) -> Plan:
@@ -99,6 +104,52 @@ def load_pipeline(
     return pipeline
 
 
+def verify(folder: str | Path, *, on_progress: OnProgress | None = None) -> Verification:
+    """Check every file of a checkpoint folder against its aoquant.json, to the last byte. Imports no torch.
+
+    Raises CheckpointError unless all is as aoquant wrote it; UnsafeError if unpickling a file would run code.
+    """
+    from aoquant.verification import verify as check
+
+    found = check(folder, on_progress=on_progress)
+    found.require_sound()
+    return found
+
+
+def join(
+    output: str | Path,
+    folders: Sequence[str | Path],
+    *,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Joined:
+    """Merge checkpoint folders of different components of one pipeline into `output`. Imports no torch.
+
+    The result is what one `quantize` of all the components would have made. Raises as `aoquant.joining.join`.
+    """
+    from aoquant.joining import join as merge
+
+    return merge(output, folders, overwrite=overwrite, on_progress=on_progress)
+
+
+def push(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    create_pr: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Pushed:
+    """Verify a checkpoint folder and upload it to the repository `repo_id` of the Hub, in one commit. Imports no torch.
+
+    Raises CheckpointError for a folder that does not verify; SourceError if the Hub does not take it; UsageError for a
+    public repository that was to be private.
+    """
+    from aoquant.upload import push as upload
+
+    return upload(folder, repo_id, private=private, create_pr=create_pr, on_progress=on_progress)
+
+
 def prepare(request: Request) -> Plan:
     """Open the source of `request`, and plan it."""
     from aoquant.source import open_source
@@ -113,7 +164,7 @@ def prepare(request: Request) -> Plan:
     )
     from aoquant.engine.job import make_plan
 
-    return make_plan(
+    plan = make_plan(
         source,
         request.configs,
         folder=request.output,
@@ -122,6 +173,23 @@ def prepare(request: Request) -> Plan:
         skip=request.skip,
         max_shard_bytes=request.max_shard_bytes,
         full=request.full,
+    )
+    if request.max_bytes is not None and plan.output_bytes > request.max_bytes:
+        raise _too_large(plan, request.max_bytes)
+    return plan
+
+
+def _too_large(plan: Plan, max_bytes: int) -> GateError:
+    largest = max(plan.components, key=lambda component: component.tensor_bytes)
+    title = largest.source.name or largest.source.class_name
+    copied = sum(file.num_bytes for file in plan.files if file.kind == "copy")
+    hint = f"a config of fewer bits: {title} takes {largest.tensor_bytes:,} bytes as {largest.config}"
+    if kept := sum(largest.kept.values()):
+        hint += f", of which {kept} Linear weights are kept as they are"
+    if copied:
+        hint += f"; without --full {copied:,} bytes fewer are written"
+    return GateError(
+        f"the output would have {plan.output_bytes:,} bytes, more than the {max_bytes:,} of --max-size", hint=hint
     )
 
 
@@ -141,9 +209,13 @@ def _refuse_device(request: Request) -> None:
 
 
 def run(request: Request, *, on_progress: OnProgress | None = None) -> Result:
-    """Plan `request` and carry the plan out."""
+    """Plan `request` and carry the plan out, but for the upload."""
     from aoquant.output import check_place
 
+    if request.push_to is not None:
+        from aoquant import upload
+
+        upload.check(request.push_to)
     check_place(request.output, overwrite=request.overwrite)  # before anything is fetched
     job = prepare(request)
     from aoquant.engine import devices
@@ -151,3 +223,22 @@ def run(request: Request, *, on_progress: OnProgress | None = None) -> Result:
 
     device = devices.choose(request.device)
     return write(job, device=device, overwrite=request.overwrite, on_progress=on_progress)
+
+
+def push_result(request: Request, result: Result, *, on_progress: OnProgress | None = None) -> Result:
+    """Upload what `run` has written, if `request` says so. The folder stays whatever becomes of that."""
+    if request.push_to is None:
+        return result
+    from aoquant import upload
+
+    try:
+        pushed = upload.push(request.output, request.push_to, private=request.private, on_progress=on_progress)
+    except AoquantError as error:
+        raise type(error)(error.message, hint=f"{error.hint}; {how_to_push(request)}") from error
+    return dataclasses.replace(result, pushed=pushed)
+
+
+def how_to_push(request: Request) -> str:
+    """What to type when the upload of a finished output has failed."""
+    command = f"aoquant push {request.output} {request.push_to}" + (" --private" if request.private else "")
+    return f"{request.output} is whole: `{command}` uploads it"

@@ -36,6 +36,8 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda[:N], xpu[:N] or mps.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that aoquant wrote.")]
+Private = Annotated[bool, typer.Option("--private", help="Make the repository a private one.")]
 Folder = Annotated[str, typer.Argument(help="A checkpoint folder.", show_default=False)]
 Model = Annotated[
     str,
@@ -83,7 +85,14 @@ def _add_model_command(name: str, summary: str, act: Callable[[Request, Console,
         revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
         variant: Annotated[str | None, typer.Option(help="Variant of the weights, such as fp16.")] = None,
         offline: Annotated[bool, typer.Option("--offline", help="Use the Hub's cache only.")] = False,
-        overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that aoquant wrote.")] = False,
+        overwrite: Overwrite = False,
+        max_size: Annotated[
+            str | None, typer.Option(metavar="SIZE", help="Refuse an output of more bytes, such as 7GB: exit code 7.")
+        ] = None,
+        push_to: Annotated[
+            str | None, typer.Option(metavar="REPO_ID", help="Upload the finished folder to this repository.")
+        ] = None,
+        private: Private = False,
         json: Json = False,
         quiet: Quiet = False,
         verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every tensor and its fate.")] = False,
@@ -97,7 +106,7 @@ def _add_model_command(name: str, summary: str, act: Callable[[Request, Console,
         options: Options = {
             "output": output, "format": format, "max_shard_size": max_shard_size, "device": device, "dtype": dtype,
             "skip": skip or (), "full": full, "revision": revision, "variant": variant, "offline": offline,
-            "overwrite": overwrite,
+            "overwrite": overwrite, "max_size": max_size, "push_to": push_to, "private": private,
         }  # fmt: skip
         act(make_request(model, _components(named, component or []), options), console, verbose)
 
@@ -123,11 +132,17 @@ def _quantize(request: Request, console: Console, verbose: bool) -> None:
 
     with console.progress() as on_progress:
         result = api.run(request, on_progress=on_progress)
+        try:
+            result = api.push_result(request, result, on_progress=on_progress)
+        except _Interrupted:
+            raise _Interrupted(api.how_to_push(request)) from None
     for warning in result.plan.warnings:
         console.note(warning)
     lines = result.plan.snippet(folder=str(request.output), model=request.model)
     console.result(result.to_json(snippet=lines), lambda: result_tables(result, every_tensor=verbose))
     console.code(lines.rstrip())
+    if result.pushed is not None:
+        console.code(f"\n{result.pushed.pull_request or result.pushed.url}")
 
 
 def _plan(request: Request, console: Console, verbose: bool) -> None:
@@ -222,6 +237,57 @@ def generate(
     console.result(document, lambda: generated_line(document))
 
 
+@app.command(help="Check every file of a checkpoint folder against its aoquant.json, to the last byte.")
+def verify(folder: Folder, json: Json = False, quiet: Quiet = False) -> None:
+    from aoquant.tables import verification_lines
+    from aoquant.verification import verify as check
+
+    console = Console(as_json=json, quiet=quiet)
+    with console.progress() as on_progress:
+        found = check(folder, on_progress=on_progress)
+    for note in found.notes:
+        console.note(note)
+    console.result(found.to_json(), lambda: verification_lines(found))
+    found.require_sound()
+
+
+@app.command(help="Merge folders of different components of one pipeline, such as several machines made.")
+def join(
+    output: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    folders: Annotated[
+        list[str], typer.Argument(metavar="FOLDER...", help="Two or more checkpoint folders.", show_default=False)
+    ],
+    overwrite: Overwrite = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from aoquant.joining import join as merge
+    from aoquant.tables import joined_tables
+
+    console = Console(as_json=json, quiet=quiet)
+    with console.progress() as on_progress:
+        joined = merge(output, folders, overwrite=overwrite, on_progress=on_progress)
+    console.result(joined.to_json(), lambda: joined_tables(joined))
+    console.code(joined.snippet.rstrip())
+
+
+@app.command(help="Verify a checkpoint folder and upload it to the Hub.")
+def push(
+    folder: Folder,
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="org/name.", show_default=False)],
+    private: Private = False,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from aoquant.upload import push as upload
+
+    console = Console(as_json=json, quiet=quiet)
+    with console.progress() as on_progress:
+        pushed = upload(folder, repo_id, private=private, create_pr=create_pr, on_progress=on_progress)
+    console.result(pushed.to_json(), lambda: pushed.pull_request or pushed.url)
+
+
 @app.command(help="List the config names: meaning, bits, options, where each runs.")
 def configs(json: Json = False) -> None:
     from aoquant.configs import configs_json
@@ -267,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except BaseException as error:
         if signals.received or isinstance(error, KeyboardInterrupt | typer.Abort):
-            _say_interrupted()
+            _say_interrupted(str(error) if isinstance(error, _Interrupted) else "")
             return INTERRUPTED
         if isinstance(error, AoquantError):
             return _fail(error)
@@ -297,7 +363,10 @@ def _message(error: Any) -> str:
 
 
 class _Interrupted(BaseException):
-    """Raised where a signal meets the program; not KeyboardInterrupt, which Typer turns into a wordless exit."""
+    """Raised where a signal meets the program; not KeyboardInterrupt, which Typer turns into a wordless exit.
+
+    Its text is what was left behind, and what to do with it.
+    """
 
 
 class _Signals:
@@ -341,6 +410,6 @@ def _is_importing(frame: FrameType | None) -> bool:
     return importing
 
 
-def _say_interrupted() -> None:
-    Console().error(AoquantError("interrupted", hint="nothing was left behind"))
+def _say_interrupted(left: str = "") -> None:
+    Console().error(AoquantError("interrupted", hint=left or "nothing was left behind"))
     sys.stderr.flush()

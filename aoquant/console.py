@@ -17,6 +17,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from aoquant.checkpoint.files import size as size
 from aoquant.errors import AoquantError
 
 _LINE_EVERY_S = 5.0
@@ -149,16 +150,6 @@ class _Lines:
         self._console.print(
             f"{escape(stage)}: {percent:.0f} % ({size(done)} of {size(total)}) after {now - self._started:.0f} s"
         )
-
-
-def size(num_bytes: int) -> str:
-    """`2.56 GB`: powers of 1000, as file sizes are advertised."""
-    value = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1000
-    raise AssertionError
 
 
 def _one_line(text: str) -> str:

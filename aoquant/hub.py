@@ -9,8 +9,10 @@ import contextlib
 import errno
 import functools
 import inspect
+import logging
 import re
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,12 +22,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from aoquant.checkpoint.files import Opener, Seekable, open_file, quoted
-from aoquant.errors import AoquantError, CheckpointError, ResourceError, SourceError
+from aoquant.checkpoint.files import Opener, Seekable, open_file, quoted, read_json
+from aoquant.checkpoint.manifest import listed_files
+from aoquant.errors import AoquantError, CheckpointError, ResourceError, SourceError, UsageError
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done so far and the bytes there are to do."""
 
+_ALONE_BYTES = 10_000_000  # files from this size are uploaded by themselves, so that there is progress to tell
+_CARD_BYTES = 1_000_000  # more is no model card
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _RANGE_BYTES = 1 << 14  # the least that a request by range asks for
 _PARALLEL = 4  # files at a time
@@ -123,6 +128,18 @@ def fetch(snapshot: Snapshot, path: str) -> Path:
     if snapshot.offline:
         return snapshot.folder / path
     return _fetch(snapshot.repo_id, path, revision=snapshot.commit)
+
+
+def front_matter(card: Path) -> dict[str, Any]:
+    """What a model card says at its top, in YAML; empty if it says nothing there, or nothing that can be read."""
+    try:
+        if not card.is_file() or card.stat().st_size > _CARD_BYTES:
+            return {}
+        from huggingface_hub.repocard import metadata_load
+
+        return metadata_load(card) or {}
+    except Exception:  # of the disk, of text, or of YAML: the card is anyone's, and no weights depend on it
+        return {}
 
 
 def opener(snapshot: Snapshot) -> Opener:
@@ -377,6 +394,188 @@ def _quiet(on_bytes: Callable[[int], None] | None) -> dict[str, Any]:
         set_description = set_description_str = set_postfix_str = set_transfer_postfix_str = ignore
 
     return {"tqdm_class": SilentBar}
+
+
+# Uploads.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """What `push` has made. pull_request: its address, empty where the commit went to main itself."""
+
+    repo_url: str
+    oid: str
+    pull_request: str
+    private: bool
+
+
+def check_push(repo_id: str) -> None:
+    """Raise SourceError where an upload to `repo_id` could not even begin: no such name, no token, offline."""
+    with _hub_errors(repo_id, revision=None):
+        from huggingface_hub import constants
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented there
+
+        validate_repo_id(repo_id)
+    if repo_id.count("/") != 1:
+        raise SourceError(f"{quoted(repo_id)} does not say whose repository it is", hint=f"write org/{repo_id}")
+    if constants.HF_HUB_OFFLINE:
+        raise SourceError("HF_HUB_OFFLINE is set, and uploading needs the Hub", hint="unset it")
+    if not _has_token():
+        raise SourceError(
+            f"uploading to {_host()} needs a Hub token, and there is none here",
+            hint="run `hf auth login`, or set HF_TOKEN to a token that may write",
+        )
+
+
+def push(
+    repo_id: str,
+    files: Mapping[str, Path | bytes],
+    *,
+    message: str,
+    listing: str,
+    private: bool = False,
+    create_pr: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Commit:
+    """Make one commit of `files` (path in the repository → file or contents), in a repository made if it is not there.
+
+    listing: the JSON file among them that lists them. What the repository's own copy of it lists, and `files` lack, is
+    removed. Large files are transferred first, one after the other: until the commit nothing of them is to be seen.
+    Raises SourceError; UsageError if the repository was to be private and is a public one.
+    """
+    with _push_errors(repo_id), _silent_client():
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+        api = HfApi()
+        api.create_repo(repo_id, private=private or None, exist_ok=True)
+        info = api.model_info(repo_id)
+        if private and not info.private:
+            raise UsageError(
+                f"{repo_id} exists, and is public",
+                hint=f"make it private at {_endpoint()}/{repo_id}/settings, or leave out --private",
+            )
+        there = {file.rfilename for file in info.siblings or ()}
+        stale = _listed(repo_id, listing, revision=info.sha or "main") & there if listing in there else set()
+        additions = [
+            CommitOperationAdd(path_in_repo=name, path_or_fileobj=file if isinstance(file, bytes) else str(file))
+            for name, file in files.items()
+        ]
+        total = sum(addition.upload_info.size for addition in additions)
+        done = 0
+        for addition in additions:
+            if addition.upload_info.size >= _ALONE_BYTES:
+                _report(on_progress, f"uploading {addition.path_in_repo}", done, total)
+                api.preupload_lfs_files(repo_id, [addition], create_pr=create_pr, free_memory=False)
+                done += addition.upload_info.size
+        _report(on_progress, f"uploading to {repo_id}", done, total)
+        commit = api.create_commit(
+            repo_id,
+            [*additions, *(CommitOperationDelete(path_in_repo=name) for name in sorted(stale - files.keys()))],
+            commit_message=message,
+            create_pr=create_pr,
+        )
+        _report(on_progress, f"uploading to {repo_id}", total, total)
+    return Commit(
+        repo_url=f"{_endpoint()}/{repo_id}",
+        oid=commit.oid,
+        pull_request=commit.pr_url or "",
+        private=bool(info.private),
+    )
+
+
+def _report(on_progress: OnProgress | None, stage: str, done: int, total: int) -> None:
+    if on_progress is not None:
+        on_progress(stage, done, total)
+
+
+def _listed(repo_id: str, listing: str, *, revision: str) -> set[str]:
+    """The paths that a repository's own aoquant.json lists; none if it cannot be read."""
+    with contextlib.suppress(CheckpointError):
+        return {str(path) for path, _ in listed_files(read_json(_fetch(repo_id, listing, revision=revision))) if path}
+    return set()
+
+
+@contextmanager
+def _silent_client() -> Iterator[None]:
+    """Keep huggingface_hub's bars, log lines and warnings off stderr."""
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented there, though not in __all__
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    logger = logging.getLogger("huggingface_hub")
+    level, had_bars = logger.level, not are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        disable_progress_bars()
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            if had_bars:
+                enable_progress_bars()
+
+
+@contextmanager
+def _push_errors(repo_id: str) -> Iterator[None]:
+    """As `_hub_errors`, in the words of an upload."""
+    try:
+        yield
+    except AoquantError:
+        raise
+    except Exception as error:
+        translated = _translate_push(error, repo_id)
+        if translated is None:
+            raise
+        raise translated from error
+
+
+def _translate_push(error: BaseException, repo_id: str) -> AoquantError | None:
+    from huggingface_hub import errors
+
+    cause = error.__cause__
+    if isinstance(error, RuntimeError) and cause is not None:  # what huggingface_hub wraps the failure of one file in
+        return _translate_push(cause, repo_id)
+    tokens = f"{_endpoint()}/settings/tokens"
+    if isinstance(error, errors.HfHubHTTPError) and not isinstance(error, errors.DisabledRepoError):
+        status = error.response.status_code if error.response is not None else 0
+        if status == 403:
+            return SourceError(
+                f"your Hub token may not write to {repo_id} (HTTP 403)",
+                hint=f"see what it permits at {tokens}; for another's repository, --create-pr",
+            )
+        if status == 401 and not isinstance(error, errors.RepositoryNotFoundError):
+            return _translate(error, repo_id, revision="main")
+        if status in (401, 404):
+            return SourceError(
+                f"{_host()} knows no {repo_id} that your Hub token may write to (HTTP {status})",
+                hint=f"check the spelling, and the token's permissions at {tokens}",
+            )
+        if status == 409:
+            return SourceError(f"{repo_id} is being changed by someone else (HTTP 409)", hint="push it again")
+        if status in (400, 413, 422):
+            return SourceError(f"{_host()} refuses the upload to {repo_id} (HTTP {status})", hint=_reason(error))
+    if isinstance(error, ValueError) and "README.md" in str(error):
+        return CheckpointError("the front matter of README.md is not what the Hub takes", hint="mend its YAML")
+    if isinstance(error, OSError) and error.filename is not None:
+        return CheckpointError(f"{error.filename} cannot be read: {error.strerror}", hint="check its permissions")
+    if isinstance(error, RuntimeError):  # from the compiled half of hf_xet
+        return SourceError(
+            f"the upload to {repo_id} broke off", hint="push it again; HF_HUB_DISABLE_XET=1 takes the plain way"
+        )
+    return _translate(error, repo_id, revision="main")
+
+
+def _reason(error: Any) -> str:
+    """What the Hub itself says of a refusal, in one short line."""
+    from huggingface_hub import get_token
+
+    said: str = getattr(error, "server_message", None) or ""
+    if not said or (get_token() or "") in said:
+        return "see the repository's settings, and the limits of its owner's account"
+    return quoted(said, quote=False, limit=200)
 
 
 def _endpoint() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -10,6 +9,7 @@ from typing import Any
 
 from aoquant.checkpoint.config_block import ConfigBlock, disagreements, read_config_block, unknown_types
 from aoquant.checkpoint.files import list_files, quoted, read_json
+from aoquant.checkpoint.intact import check_file
 from aoquant.checkpoint.layout import (
     CONFIG,
     MODEL_INDEX,
@@ -306,27 +306,11 @@ def _manifest_problems(root: Path, manifest: Mapping[str, Any]) -> list[Problem]
         if path is None:
             text = f"{MANIFEST} lists {quoted(record.get('path'))}, which is no path within the folder"
             problems.append(Problem(severity="warning", text=text))
-        elif str(path) != CARD and (text := _unlike_manifest(root, path, record)):  # a card is there to be edited
-            problems.append(Problem(severity="error", text=text))
+        elif str(path) != CARD:  # a card is there to be edited
+            checked = check_file(root, path, record, hash_up_to=_HASHED_BYTES)
+            if checked.text:
+                problems.append(Problem(severity="error", text=checked.text))
     return problems
-
-
-def _unlike_manifest(root: Path, path: PurePosixPath, record: Mapping[str, Any]) -> str:
-    """How a file differs from what aoquant.json says of it; empty if it does not."""
-    name = quoted(str(path))
-    try:
-        num_bytes = (root / path).stat().st_size
-    except (OSError, ValueError):
-        return f"{name}, which {MANIFEST} lists, is missing"
-    if num_bytes != record.get("bytes"):
-        return f"{name} has {num_bytes:,} bytes, {MANIFEST} says {quoted(record.get('bytes'), quote=False)}"
-    if num_bytes > _HASHED_BYTES:
-        return ""
-    try:
-        digest = hashlib.sha256((root / path).read_bytes()).hexdigest()
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-    return "" if digest == record.get("sha256") else f"{name} was changed since aoquant wrote it: its SHA-256 differs"
 
 
 def _config_name(manifest: Mapping[str, Any], component: str) -> str:

@@ -30,7 +30,9 @@ class Options(TypedDict, total=False):
     weights are cast to first, and what stays unquantized is stored in (torch's own objects do for both). skip:
     patterns of modules to leave unquantized. full: write the pipeline's other components too. revision: branch, tag
     or commit on the Hub. variant: such as `fp16`. offline: use the Hub's cache alone. overwrite: replace an
-    existing output that aoquant wrote.
+    existing output that aoquant wrote. max_size: refuse an output of more bytes, a number or a text as for
+    max_shard_size. push_to: upload the finished folder to this repository of the Hub, `org/name`; private: make it a
+    private one.
     """
 
     output: str | Path | None
@@ -44,6 +46,9 @@ class Options(TypedDict, total=False):
     variant: str | None
     offline: bool
     overwrite: bool
+    max_size: str | int | None
+    push_to: str | None
+    private: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,9 @@ class Request:
     variant: str | None
     offline: bool
     overwrite: bool
+    max_bytes: int | None
+    push_to: str | None
+    private: bool
 
 
 def make_request(model: str, components: Mapping[str, str], options: Options) -> Request:
@@ -86,6 +94,8 @@ def make_request(model: str, components: Mapping[str, str], options: Options) ->
         raise UsageError(f"'{dtype}' is not a dtype", hint=f"--dtype is {', '.join(get_args(DType))}")
     if not _DEVICE.fullmatch(device):
         raise UsageError(f"'{device}' is not a device", hint="--device is auto, cpu, cuda, cuda:N, xpu or mps")
+    if options.get("private") and not options.get("push_to"):
+        raise UsageError("--private says how to upload, and nothing is uploaded", hint="say --push-to org/name too")
     output = options.get("output")
     if output is not None and (not isinstance(output, str | os.PathLike) or not str(output).strip()):
         raise UsageError(f"{output!r} is no folder's name", hint="leave --output out, or name a folder")
@@ -103,6 +113,9 @@ def make_request(model: str, components: Mapping[str, str], options: Options) ->
         variant=options.get("variant"),
         offline=options.get("offline", False),
         overwrite=options.get("overwrite", False),
+        max_bytes=parse_size(max_size) if (max_size := options.get("max_size")) is not None else None,
+        push_to=options.get("push_to"),
+        private=options.get("private", False),
     )
 
 

@@ -27,7 +27,7 @@ from aoquant.checkpoint.layout import (
     read_index,
     read_json,
 )
-from aoquant.checkpoint.manifest import CARD, MANIFEST
+from aoquant.checkpoint.manifest import CARD, CARRIED, MANIFEST
 from aoquant.errors import AoquantError, CheckpointError, SourceError, UsageError
 from aoquant.models import MODELS, find_model
 
@@ -39,6 +39,7 @@ _WEIGHTLESS = (
 _WEIGHT_SUFFIXES = frozenset({
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf",
 })  # fmt: skip
+_HUB = "https://huggingface.co"  # where a card's links lead, whichever mirror HF_ENDPOINT names
 _SHARD_INDEX = re.compile(r"\.index(\.[^.]+)?\.json$")
 
 
@@ -67,7 +68,7 @@ class Source:
     machine). revision: the exact commit, None for a local folder. model_index: the parsed model_index.json,
     None for a single component. components: all that hold weights, in the pipeline's order; for a single
     component the name that was asked for, if any. snapshot: the commit on the Hub, whose weight files `arriving`
-    brings; None for a local folder.
+    brings; None for a local folder. card: what its model card says that goes for what is made from it too, `CARRIED`.
     """
 
     kind: Literal["pipeline", "component"]
@@ -80,6 +81,7 @@ class Source:
     components: tuple[str, ...]
     variant: str | None
     snapshot: hub.Snapshot | None
+    card: Mapping[str, str]
 
     @property
     def opener(self) -> Opener:
@@ -317,7 +319,20 @@ def _open_folder(
         components=have,
         variant=variant,
         snapshot=snapshot,
+        card=_card(folder, snapshot),
     )
+
+
+def _card(folder: Path, snapshot: hub.Snapshot | None) -> dict[str, str]:
+    """`Source.card`. A link to a file of a repository becomes one that holds from anywhere."""
+    if snapshot is not None and CARD in snapshot.files:
+        hub.fetch(snapshot, CARD)
+    said = hub.front_matter(folder / CARD)
+    card = {key: said[key] for key in CARRIED if isinstance(said.get(key), str) and said[key].isprintable()}
+    link = card.get("license_link")
+    if link and snapshot is not None and "://" not in link:
+        card["license_link"] = f"{_HUB}/{snapshot.repo_id}/blob/{snapshot.commit}/{link.removeprefix('./').lstrip('/')}"
+    return card
 
 
 def _parts(model_index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

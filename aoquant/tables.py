@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from aoquant.engine.job import Plan
     from aoquant.engine.plan import ComponentPlan
     from aoquant.engine.run import Result
+    from aoquant.joining import Joined
     from aoquant.loading import LoadReport
     from aoquant.report import ComponentReport, Report
+    from aoquant.verification import Verification
 
 
 def configs_table() -> RenderableType:
@@ -238,6 +240,32 @@ def loaded_tables(loaded: Sequence[LoadReport]) -> RenderableType:
             size(component.num_bytes), f"{component.seconds:.2f}",
         ))  # fmt: skip
     return _Shrinking(columns=columns, rows=rows, optional=("class", "dtype"))
+
+
+def verification_lines(found: Verification) -> RenderableType:
+    """Each file that is not as it was written, each problem, and a line on the whole."""
+    lines = [_problem("error", file.text) for file in found.bad_files]
+    lines += [_problem(problem.severity, problem.text) for problem in found.problems]
+    if found.is_sound:
+        lines.append(Text(f"{found.path}: {len(found.files)} files, {size(found.num_bytes)}, as aoquant.json says"))
+    return Group(*lines)
+
+
+def joined_tables(joined: Joined) -> RenderableType:
+    """A row for each component, and the size of the whole."""
+    columns = ("component", "class", "config", ">quantized", ">kept", ">other", ">size")
+    rows = []
+    for record in joined.manifest.components:
+        num_bytes = sum(file.num_bytes for file in joined.manifest.files_of(record))
+        rows.append((
+            _cell(record.name), _cell(record.class_name), _cell(record.config), str(record.num_quantized),
+            str(sum(record.kept.values())), str(record.num_other), size(num_bytes),
+        ))  # fmt: skip
+    linked = f", {len(joined.linked)} of them links" if joined.linked else ""
+    total = f"{len(joined.manifest.files) + 1} files{linked}, {size(joined.num_bytes)}"
+    return Group(
+        _Shrinking(columns=columns, rows=rows, optional=("class", ">other")), Text(f"{joined.output}: {total}\n")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

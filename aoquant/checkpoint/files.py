@@ -146,6 +146,16 @@ def quoted(value: object, *, quote: bool = True, limit: int = 100) -> str:
     return f"'{text}'" if quote else text
 
 
+def size(num_bytes: int) -> str:
+    """`2.56 GB`: powers of 1000, as file sizes are advertised."""
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     built = dict(pairs)
     if len(built) != len(pairs):

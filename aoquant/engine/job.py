@@ -116,6 +116,7 @@ class Plan:
                 repo_id=self.source.repo_id,
                 revision=self.source.revision,
                 variant=self.source.variant,
+                card=self.source.card,
             ),
             writer=aoquant.__version__,
             versions=libraries.versions(),
@@ -138,21 +139,19 @@ class Plan:
         )
 
     def card(self) -> str:
-        folder = self.output.name
-        return model_card(self.manifest(()), title=folder, rest=self._rest(folder, self.source.model))
+        return model_card(self._unhashed(), title=self.output.name)
 
     def snippet(self, *, folder: str, model: str) -> str:
         """The Python lines that load the result from `folder`, and the rest of its pipeline from there or `model`."""
-        made = self.manifest(()).components
-        rest = self._rest(folder, model)
-        return snippet(made, folder=folder, format=self.format, dtype=self.dtype, rest=rest)
+        made = self._unhashed()
+        rest = dataclasses.replace(made, origin=dataclasses.replace(made.origin, model=model)).rest(folder)
+        return snippet(made, folder=folder, rest=rest)
 
-    def _rest(self, folder: str, model: str) -> Origin | None:
-        if self.source.kind == "component":
-            return None
-        if any(file.kind == "copy" for file in self.files):
-            return Origin(model=folder, repo_id=None, revision=None, variant=self.source.variant)
-        return dataclasses.replace(self.manifest(()).origin, model=model)
+    def _unhashed(self) -> Manifest:
+        """The manifest as far as it is known before the work."""
+        return self.manifest(
+            [FileRecord(path=file.path, num_bytes=file.num_bytes, sha256=_NO_HASH) for file in self.files]
+        )
 
 
 def make_plan(
@@ -270,11 +269,10 @@ def _copies(source: Source, configs: Mapping[str, QuantConfig], folder: Path) ->
 def _with_texts(plan: Plan) -> Plan:
     """Add the model card and the manifest, whose lengths do not depend on the hashes in it."""
     card = OutputFile(path=PurePosixPath(CARD), num_bytes=len(plan.card().encode()), kind="text")
-    files = (*plan.files, card)
-    records = [FileRecord(path=file.path, num_bytes=file.num_bytes, sha256=_NO_HASH) for file in files]
-    manifest_bytes = len(plan.manifest(records).text().encode())
+    plan = dataclasses.replace(plan, files=(*plan.files, card))
+    manifest_bytes = len(plan._unhashed().text().encode())
     manifest = OutputFile(path=PurePosixPath(MANIFEST), num_bytes=manifest_bytes, kind="text")
-    return dataclasses.replace(plan, files=(*files, manifest))
+    return dataclasses.replace(plan, files=(*plan.files, manifest))
 
 
 def _warnings(

@@ -25,6 +25,7 @@ from aoquant.engine.plan import ComponentPlan
 from aoquant.engine.reader import FileReader, MemoryReader, Reader
 from aoquant.engine.writer import FileWriter
 from aoquant.errors import AoquantError
+from aoquant.upload import Pushed
 
 _COPY_BYTES = 1 << 20
 
@@ -39,7 +40,7 @@ class Result:
     """A finished checkpoint.
 
     files: every file with its hash. on_cpu: tensors that the accelerator could not take. seconds: from the plan to the
-    renamed folder.
+    renamed folder. pushed: where it was uploaded to, if it was.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class Result:
     files: tuple[FileRecord, ...]
     on_cpu: tuple[str, ...]
     seconds: float
+    pushed: Pushed | None = None
 
     def to_json(self, *, snippet: str) -> dict[str, Any]:
         """The result as JSON values, `aoquant.quantize/1`. snippet: the Python lines that load it."""
@@ -71,6 +73,7 @@ class Result:
             "on_cpu": list(self.on_cpu),
             "warnings": list(self.plan.warnings),
             "snippet": snippet,
+            "pushed": self.pushed.to_json() if self.pushed is not None else None,
         }
 
 

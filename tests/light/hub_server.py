@@ -11,6 +11,7 @@ file_download.get_hf_file_metadata and http_get, utils/_http.hf_raise_for_status
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -65,10 +66,13 @@ class ServedRepo:
 
 
 class HubServer:
-    """Serves what is published to it, counts what is asked for, until the end of its `with` block.
+    """Serves what is published to it, takes what is uploaded, counts what is asked for, until the end of its block.
 
     requests: (method, path) of every request in order. sent_bytes: body bytes sent, by repository path
-    (`org/name/file`). rejected_tokens: bearer tokens that the Hub itself does not know.
+    (`org/name/file`). rejected_tokens: bearer tokens that the Hub itself does not know. writers: bearer token → the
+    owners in whose name it may write. upload_status: step of an upload (create, validate, preupload, batch, put,
+    commit) → the status that it is answered with. uploaded: contents of large files, by SHA-256. messages: of the
+    commits that were uploaded.
     """
 
     def __init__(self) -> None:
@@ -76,6 +80,10 @@ class HubServer:
         self.requests: list[tuple[str, str]] = []
         self.sent_bytes: Counter[str] = Counter()
         self.rejected_tokens: set[str] = set()
+        self.writers: dict[str, set[str]] = {}
+        self.upload_status: dict[str, int] = {}
+        self.uploaded: dict[str, bytes] = {}
+        self.messages: list[str] = []
         self.lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_for(self))
         self._server.daemon_threads = True
@@ -105,11 +113,13 @@ class HubServer:
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
+        return self.add_commit(self.repos.setdefault(repo_id, ServedRepo()), files, revision=revision)
+
+    def add_commit(self, repo: ServedRepo, files: dict[str, bytes], *, revision: str = "main") -> str:
         digest = hashlib.sha1()
         for name, content in files.items():
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
         commit = digest.hexdigest()
-        repo = self.repos.setdefault(repo_id, ServedRepo())
         repo.commits[commit] = files
         repo.revisions[revision] = commit
         return commit
@@ -154,10 +164,18 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             self._serve()
 
+        def do_POST(self) -> None:
+            self._serve()
+
+        def do_PUT(self) -> None:
+            self._serve()
+
         def _serve(self) -> None:
             with hub.lock:
                 hub.requests.append((self.command, self.path))
             with contextlib.suppress(_Answered, BrokenPipeError, ConnectionResetError):
+                if self.command in ("POST", "PUT"):
+                    self._take(self._body_sent())
                 self._route()
 
         def _route(self) -> None:
@@ -227,6 +245,89 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             """Whether a part is asked for: a download asks for everything, from some byte on."""
             return re.fullmatch(r"bytes=\d+-\d+", self.headers.get("Range") or "") is not None
 
+        # Uploads, after hf_api.create_repo and create_commit, _commit_api.py and lfs.py of huggingface_hub 2.4.
+
+        def _body_sent(self) -> bytes:
+            if "chunked" not in (self.headers.get("Transfer-Encoding") or ""):
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = b""
+            while length := int(self.rfile.readline(), 16):
+                body += self.rfile.read(length)
+                self.rfile.readline()
+            self.rfile.readline()
+            return body
+
+        def _take(self, body: bytes) -> None:
+            parts = urlsplit(self.path)
+            if parts.path.startswith("/lfs/"):  # a signed address: it takes no token
+                self._step("put")
+                hub.uploaded[parts.path.removeprefix("/lfs/")] = body
+                self._send(200, b"", {})
+            if parts.path == "/api/validate-yaml":
+                self._step("validate")
+                self._json({"errors": [], "warnings": [{"message": "a warning of the Hub"}]})
+            if parts.path == "/api/repos/create":
+                self._create(json.loads(body))
+            batch = re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", parts.path)
+            if batch:
+                self._may_write(batch[1])
+                self._step("batch")
+                self._json({"transfer": "basic", "objects": [_batch_object(hub, one) for one in _objects(body)]})
+            step = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/([^/]+)", parts.path)
+            if step:
+                repo_id, kind, revision = step.groups()
+                repo = self._repo(repo_id)
+                pull_request = "create_pr" in parse_qs(parts.query)
+                if not pull_request:
+                    self._may_write(repo_id)
+                self._step(kind)
+                files = repo.commits[self._commit(repo, revision)]
+                if kind == "preupload":
+                    self._json({"files": [_upload_mode(files, one) for one in json.loads(body)["files"]]})
+                self._add_commit(repo_id, repo, dict(files), body, revision="refs/pr/1" if pull_request else revision)
+
+        def _step(self, name: str) -> None:
+            self._fail_with(hub.upload_status.get(name))
+
+        def _may_write(self, repo_id: str) -> None:
+            token = self._token()
+            if token is None or token in hub.rejected_tokens:
+                self._error(401, None, "Invalid credentials in Authorization header")
+            if repo_id.split("/")[0] not in hub.writers.get(token or "", ()):
+                self._error(403, None, "You don't have the rights to do this")
+
+        def _create(self, asked: dict[str, Any]) -> None:
+            repo_id = f"{asked['organization']}/{asked['name']}"
+            self._may_write(repo_id)
+            self._step("create")
+            url = {"url": f"{hub.url}/{repo_id}"}
+            if repo_id in hub.repos:
+                self._send(409, json.dumps({"error": "You already created this model repo", **url}).encode(), {})
+            private = asked.get("visibility") == "private" or asked.get("private") is True
+            repo = hub.repos[repo_id] = ServedRepo(private=private, accepted_tokens=set(hub.writers))
+            hub.add_commit(repo, {".gitattributes": b"*.bin filter=lfs\n"})
+            self._json(url)
+
+        def _add_commit(
+            self, repo_id: str, repo: ServedRepo, files: dict[str, bytes], body: bytes, *, revision: str
+        ) -> None:
+            for line in body.splitlines():
+                entry = json.loads(line)
+                value = entry["value"]
+                if entry["key"] == "header":
+                    hub.messages.append(value["summary"])
+                elif entry["key"] == "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                elif entry["key"] == "lfsFile":
+                    files[value["path"]] = hub.uploaded[value["oid"]]
+                else:
+                    assert entry["key"] == "deletedFile"
+                    del files[value["path"]]
+            commit = hub.add_commit(repo, files, revision=revision)
+            pull_request = f"{hub.url}/{repo_id}/discussions/1" if revision != "main" else None
+            url = f"{hub.url}/{repo_id}/commit/{commit}"
+            self._json({"commitUrl": url, "commitOid": commit, "pullRequestUrl": pull_request})
+
         # Answers. Each ends the request.
 
         def _json(self, value: object) -> None:
@@ -293,6 +394,26 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                     hub.sent_bytes[path] += len(chunk)
 
     return Handler
+
+
+def _objects(body: bytes) -> list[dict[str, Any]]:
+    asked: dict[str, Any] = json.loads(body)
+    assert asked["operation"] == "upload"
+    objects: list[dict[str, Any]] = asked["objects"]
+    return objects
+
+
+def _batch_object(hub: HubServer, one: dict[str, Any]) -> dict[str, Any]:
+    if one["oid"] in hub.uploaded:
+        return one
+    return {**one, "actions": {"upload": {"href": f"{hub.url}/lfs/{one['oid']}"}}}
+
+
+def _upload_mode(files: dict[str, bytes], one: dict[str, Any]) -> dict[str, Any]:
+    name = one["path"]
+    mode = "lfs" if name.endswith(LARGE_SUFFIXES) else "regular"
+    there = _etag(name, files[name]) if name in files else None
+    return {"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": there}
 
 
 def _info(repo_id: str, repo: ServedRepo, commit: str, *, blobs: bool) -> dict[str, Any]:

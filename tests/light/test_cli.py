@@ -214,7 +214,7 @@ def test_wrong_input(
 PLAIN = {
     "model": "m", "output": Path("m-int8wo"), "format": "bin", "max_shard_bytes": 10_000_000_000, "device": "auto",
     "dtype": "bfloat16", "skip": (), "full": False, "revision": None, "variant": None, "offline": False,
-    "overwrite": False,
+    "overwrite": False, "max_bytes": None, "push_to": None, "private": False,
 }  # fmt: skip
 
 
@@ -238,6 +238,9 @@ PLAIN = {
         ("m --transformer int8wo --dtype float32", {"dtype": "float32"}),
         ("m --transformer int8wo --skip proj_out --skip *.norm", {"skip": ("proj_out", "*.norm")}),
         ("m --transformer int8wo --full --offline --overwrite", {"full": True, "offline": True, "overwrite": True}),
+        ("m --transformer int8wo --max-size 7GB", {"max_bytes": 7_000_000_000}),
+        ("m --transformer int8wo --push-to acme/q", {"push_to": "acme/q"}),
+        ("m --transformer int8wo --push-to acme/q --private", {"push_to": "acme/q", "private": True}),
         ("m --transformer int8wo --revision v1 --variant fp16", {"revision": "v1", "variant": "fp16"}),
     ],
 )

@@ -27,7 +27,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("configs", "models", "checkpoint"),
     ("hub", "report"),
     ("source", "inspection"),
-    ("request", "output", "lowbit"),
+    ("request", "output", "lowbit", "verification"),
+    ("joining", "upload"),
     ("int4",),
     ("engine",),
     ("loading",),
@@ -158,7 +159,7 @@ def test_the_heavy_half_is_imported_inside_functions_of_api_and_cli_alone() -> N
         ("aoquant.console", {"cli", "tables"}),
         ("aoquant.tables", {"cli"}),
         ("aoquant.cli", {"__main__"}),
-        ("aoquant.hub", {"source"}),
+        ("aoquant.hub", {"source", "upload"}),
         ("click", set()),
         ("requests", set()),
         ("httpx", set()),
@@ -190,7 +191,7 @@ def test_only_the_console_prints() -> None:
 def test_the_public_surface_is_exactly_all() -> None:
     assert dir(aoquant) == sorted(aoquant.__all__) == aoquant.__all__
     assert {name for name in aoquant.__all__ if inspect.isfunction(getattr(aoquant, name))} == {
-        "inspect", "load", "load_pipeline", "plan", "quantize",
+        "inspect", "join", "load", "load_pipeline", "plan", "push", "quantize", "verify",
     }  # fmt: skip
     namespace: dict[str, object] = {}
     exec("from aoquant import *", namespace)

@@ -61,7 +61,7 @@ except AoquantError as error:
     sys.exit()
 print(json.dumps({
     "kind": source.kind, "model": source.model, "repo_id": source.repo_id, "revision": source.revision,
-    "folder": str(source.folder), "components": source.components, "progress": progress,
+    "folder": str(source.folder), "components": source.components, "card": source.card, "progress": progress,
     "download_bytes": download_bytes, "tensors": [sorted(found.entries) for found in contents],
     "opened": {part.name: {"class": part.class_name, "library": part.library,
                            "files": [str(file) for file in part.weights.files]} for part in opened},
@@ -462,7 +462,7 @@ def downloads(result: dict[str, Any]) -> set[str]:
 def test_only_the_files_of_the_components_asked_for_are_downloaded(hub: HubServer, pipeline: Path) -> None:
     commit = hub.publish(REPO, pipeline)
     result = run()
-    assert hub.downloaded(REPO) == {"model_index.json", *TRANSFORMER_FILES}
+    assert hub.downloaded(REPO) == {"model_index.json", "README.md", *TRANSFORMER_FILES}
     assert (result["model"], result["repo_id"], result["revision"]) == (REPO, REPO, commit)
     assert [Path(path).read_bytes() for path in result["opened"]["transformer"]["files"]] == [
         (pipeline / "transformer" / f"diffusion_pytorch_model-0000{i}-of-00002.safetensors").read_bytes()
@@ -509,6 +509,7 @@ def test_a_variant_downloads_its_own_weights(hub: HubServer, pipeline: Path) -> 
     run(variant="fp16")
     assert hub.downloaded(REPO) == {
         "model_index.json",
+        "README.md",
         "transformer/config.json",
         "transformer/diffusion_pytorch_model.fp16.safetensors",
     }
@@ -520,6 +521,7 @@ def test_bin_weights_are_downloaded_where_there_are_no_others(hub: HubServer, pi
     run(components=["text_encoder"])
     assert hub.downloaded(REPO) == {
         "model_index.json",
+        "README.md",
         "text_encoder/config.json",
         "text_encoder/pytorch_model.bin",
     }
@@ -528,7 +530,7 @@ def test_bin_weights_are_downloaded_where_there_are_no_others(hub: HubServer, pi
 def test_a_whole_pipeline_comes_with_one_format_of_each_weight(hub: HubServer, pipeline: Path) -> None:
     hub.publish(REPO, pipeline)
     folder = Path(run(_whole=True)["folder"])
-    assert hub.downloaded(REPO) == OTHER_FILES | TRANSFORMER_FILES
+    assert hub.downloaded(REPO) == OTHER_FILES | TRANSFORMER_FILES | {"README.md"}
     fetched = open_source(str(folder), components=["transformer"]).other_files(quantized=["transformer"])
     assert {str(path) for path in fetched} == OTHER_FILES
 
@@ -545,13 +547,56 @@ def test_a_whole_pipeline_takes_a_variant_where_there_is_one(hub: HubServer, pip
     }
 
 
+LICENSED = """---
+license: other
+license_name: tiny-non-commercial
+license_link: LICENSE.md
+pipeline_tag: text-to-image
+base_model: acme/tiny
+tags: [flux]
+---
+# tiny
+"""
+CARRIED = {"license": "other", "license_name": "tiny-non-commercial", "pipeline_tag": "text-to-image"}
+
+
+def test_the_license_of_a_local_card_is_carried(pipeline: Path) -> None:
+    (pipeline / "README.md").write_text(LICENSED)
+    assert open_source(str(pipeline), components=["vae"]).card == {**CARRIED, "license_link": "LICENSE.md"}
+
+
+def test_the_license_of_a_card_on_the_hub_is_carried_and_its_link_holds_anywhere(
+    hub: HubServer, pipeline: Path
+) -> None:
+    (pipeline / "README.md").write_text(LICENSED)
+    commit = hub.publish(REPO, pipeline)
+    linked = {**CARRIED, "license_link": f"https://huggingface.co/{REPO}/blob/{commit}/LICENSE.md"}
+    assert run()["card"] == linked
+    hub.forget()
+    assert run(offline=True)["card"] == linked
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    "card",
+    [b"", b"# no front matter", b"---\n: : [\n---\n", b"---\n- a list\n---\n", b"---\nlicense: mit", b"\xff\xfe---",
+     b"---\nlicense: [mit]\npipeline_tag: 7\nlicense_name: \"a\\nb\"\n---\n",
+     b"---\n!!python/object/apply:os.abort []\n---\n",
+     b"---\n" + b"#" * 2_000_000 + b"\nlicense: mit\n---\n"],
+)  # fmt: skip
+def test_a_card_that_says_nothing_usable_is_no_error(card: bytes, pipeline: Path) -> None:
+    (pipeline / "README.md").write_bytes(card)
+    assert open_source(str(pipeline), components=["vae"]).card == {}
+
+
 def test_a_repository_may_be_a_single_component(hub: HubServer, pipeline: Path) -> None:
     write_files(pipeline / "transformer", {"README.md": b"# one"})
     hub.publish(REPO, pipeline / "transformer")
     result = run()
     assert (result["kind"], result["components"]) == ("component", ["transformer"])
     assert result["opened"][""]["class"] == "FluxTransformer2DModel"
-    assert hub.downloaded(REPO) == {path.removeprefix("transformer/") for path in TRANSFORMER_FILES}
+    own = {path.removeprefix("transformer/") for path in TRANSFORMER_FILES}
+    assert hub.downloaded(REPO) == own | {"README.md"}
 
 
 @pytest.mark.parametrize("as_option", [True, False])
