@@ -198,12 +198,11 @@ def _refuse_device(request: Request) -> None:
     bound = [config for config in request.configs.values() if config.options.get("layout") == "tile_packed"]
     if not bound:
         return
-    from aoquant.engine import devices
+    from aoquant.engine import devices, support
 
-    device = devices.choose(request.device)
-    if device.type != "cuda":
+    if reason := support.cannot_make(bound[0], devices.choose(request.device)):
         raise UsageError(
-            f"{bound[0]} is packed by CUDA, and the device is {device}",
+            f"{bound[0]} is {reason}",
             hint=f"write {bound[0].row.name}: it is made anywhere, and aoquant.load packs it where it loads",
         )
 

@@ -304,6 +304,15 @@ def models(json: Json = False) -> None:
     Console(as_json=json).result(models_json(), models_table)
 
 
+@app.command(help="Show versions, devices, and what they can make and run, config by config.")
+def env(json: Json = False) -> None:
+    from aoquant import environment
+    from aoquant.tables import environment_tables
+
+    report = environment.report()
+    Console(as_json=json).result(report, lambda: environment_tables(report))
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         Console().result({}, lambda: __version__)

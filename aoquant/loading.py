@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from aoquant.engine import devices, libraries
+from aoquant.configs import parse_config
+from aoquant.engine import devices, libraries, support
 from aoquant.engine.formats import parts
 from aoquant.errors import CheckpointError, ResourceError, UsageError
 from aoquant.inspection import inspect
@@ -26,7 +27,7 @@ SCHEMA = "aoquant.load/1"
 class LoadReport:
     """How one component loaded. weights: tensor class → number of parameters and buffers, those it computes with.
 
-    num_bytes: all storages.
+    num_bytes: all storages. speed: what to expect of it on this device, in words; empty if the config is not known.
     """
 
     name: str
@@ -37,6 +38,7 @@ class LoadReport:
     weights: Mapping[str, int]
     num_bytes: int
     seconds: float
+    speed: str
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -48,6 +50,7 @@ class LoadReport:
             "weights": dict(self.weights),
             "memory_bytes": self.num_bytes,
             "seconds": round(self.seconds, 3),
+            "speed": self.speed,
         }
 
 
@@ -143,8 +146,17 @@ def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
             weights=Counter(_kind(tensor) for tensor in tensors),
             num_bytes=storage_bytes(tensors),
             seconds=time.perf_counter() - start,
+            speed=_speed(report, place),
         ),
     )
+
+
+def _speed(report: ComponentReport, place: torch.device) -> str:
+    try:
+        config = parse_config(report.config_name)
+    except UsageError:  # not made by aoquant
+        return ""
+    return support.speed(config, place)
 
 
 @contextlib.contextmanager

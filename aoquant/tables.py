@@ -231,15 +231,30 @@ class _Columns:
 
 def loaded_tables(loaded: Sequence[LoadReport]) -> RenderableType:
     """A row for each component that was loaded."""
-    columns = ("component", "class", "weights", "dtype", "device", ">memory", ">seconds")
+    columns = ("component", "class", "weights", "dtype", "device", ">memory", ">seconds", "expect")
     rows = []
     for component in loaded:
         weights = ", ".join(f"{count} {kind}" for kind, count in sorted(component.weights.items()))
         rows.append((
             _cell(component.name or "(root)"), _cell(component.class_name), weights, component.dtype, component.device,
-            size(component.num_bytes), f"{component.seconds:.2f}",
+            size(component.num_bytes), f"{component.seconds:.2f}", component.speed,
         ))  # fmt: skip
     return _Shrinking(columns=columns, rows=rows, optional=("class", "dtype"))
+
+
+def environment_tables(report: Mapping[str, Any]) -> RenderableType:
+    """Versions, devices, and for each config what each device makes and runs."""
+    versions = {"aoquant": report["aoquant"], "python": report["python"], **report["versions"]}
+    lines = [Text(", ".join(f"{name} {version}" for name, version in versions.items())), Text(report["platform"])]
+    for device in report["devices"]:
+        memory = f", {size(device['memory_bytes'])}" if device["memory_bytes"] else ""
+        lines.append(Text(f"{device['device']}: {device['kind']}{memory}"))
+    table = _table("config", "device", "makes", "runs", "expect")
+    for row in report["configs"]:
+        for device, verdict in row["on"].items():
+            makes, runs = (escape(verdict[key]) or "yes" for key in ("cannot_make", "cannot_run"))
+            table.add_row(f"[bold]{row['config']}[/]", device, makes, runs, verdict["speed"])
+    return Group(*lines, table)
 
 
 def verification_lines(found: Verification) -> RenderableType:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from aoquant.engine import devices
 from aoquant.engine.formats import Slot
 from aoquant.engine.plan import ComponentPlan, TensorPlan
 from aoquant.engine.quantize import Kernel, Parts, Scratch, is_finite
@@ -111,9 +111,7 @@ class Workers:
 
 
 def _num_workers() -> int:
-    with contextlib.suppress(AttributeError):  # not on macOS and Windows
-        return max(1, min(len(os.sched_getaffinity(0)), 16))
-    return max(1, min(os.cpu_count() or 1, 16))
+    return min(devices.num_cpus(), 16)
 
 
 def working_bytes(plan: ComponentPlan) -> int:

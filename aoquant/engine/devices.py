@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import torch
 
 from aoquant.errors import UsageError
@@ -26,3 +29,10 @@ def available() -> list[str]:
     if torch.backends.mps.is_available():
         found.append("mps")
     return [*found, "cpu"]
+
+
+def num_cpus() -> int:
+    """The cores that this process may use."""
+    with contextlib.suppress(AttributeError):  # not on macOS and Windows
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1

@@ -18,7 +18,7 @@ import aoquant
 
 PACKAGE = Path(aoquant.__file__).parent
 HEAVY = {"torch", "torchao", "diffusers", "transformers", "accelerate", "safetensors", "numpy"}
-MAY_BE_HEAVY = {"lowbit", "int4", "engine", "loading", "pipelines"}
+MAY_BE_HEAVY = {"lowbit", "int4", "engine", "loading", "pipelines", "environment"}
 
 # From the bottom up. What stands in one line may not import each other, but for the modules of one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("int4",),
     ("engine",),
     ("loading",),
-    ("pipelines",),
+    ("pipelines", "environment"),
     ("api",),
     ("console",),
     ("tables",),
