@@ -117,14 +117,21 @@ def listed_files(content: Mapping[str, Any]) -> Iterator[tuple[PurePosixPath | N
 
 
 def snippet(
-    components: Iterable[ComponentRecord], *, folder: str, format: str, dtype: str, rest: Origin | None = None
+    components: Iterable[ComponentRecord],
+    *,
+    folder: str,
+    format: str,
+    dtype: str,
+    rest: Origin | None = None,
+    pipeline: str = "DiffusionPipeline",
 ) -> str:
     """The Python lines with which plain diffusers and transformers load the checkpoint in `folder`.
 
-    rest: where the other components of the pipeline are, None if it is not one.
+    rest: where the other components of the pipeline are, None if it is not one. pipeline: the class of diffusers that
+    puts them together.
     """
     records = list(components)
-    classes: dict[str, list[str]] = {"diffusers": ["DiffusionPipeline"]} if rest is not None else {}
+    classes: dict[str, list[str]] = {"diffusers": [pipeline]} if rest is not None else {}
     for record in records:
         if record.needs != "aoquant":
             classes.setdefault(record.library, []).append(record.class_name)
@@ -148,7 +155,7 @@ def snippet(
         arguments = [f'"{rest.repo_id or rest.model}"']
         arguments += [f'{key}="{text}"' for key in ("revision", "variant") if (text := getattr(rest, key))]
         arguments += [f"{record.name}={record.name}" for record in records]
-        lines.append(f"pipeline = DiffusionPipeline.from_pretrained({', '.join(arguments)}, dtype=torch.{dtype})")
+        lines.append(f"pipeline = {pipeline}.from_pretrained({', '.join(arguments)}, dtype=torch.{dtype})")
     return "\n".join(lines) + "\n"
 
 
@@ -157,8 +164,8 @@ def _needed(components: Iterable[ComponentRecord]) -> list[str]:
     return sorted({record.needs for record in components if record.needs})
 
 
-def model_card(manifest: Manifest, *, title: str, rest: Origin | None) -> str:
-    """A short README.md: what this is, what was done, and how to load it. rest: as for `snippet`."""
+def model_card(manifest: Manifest, *, title: str, rest: Origin | None, pipeline: str = "DiffusionPipeline") -> str:
+    """A short README.md: what this is, what was done, and how to load it. rest, pipeline: as for `snippet`."""
     origin = manifest.origin
     named = f"`{origin.model}`" + (f" at `{origin.revision}`" if origin.revision else "")
     front = ["---", "library_name: diffusers"]
@@ -188,10 +195,18 @@ def model_card(manifest: Manifest, *, title: str, rest: Origin | None) -> str:
         )
     if loading:
         loading.append("")
+    lines = snippet(
+        manifest.components,
+        folder=title,
+        format=manifest.format,
+        dtype=manifest.dtype,
+        rest=rest,
+        pipeline=pipeline,
+    )
     body = [
         *front, "", f"# {title}", "", f"{named}, quantized with torchao by aoquant {manifest.writer}.", "",
         *rows, "", "## Loading", "", *loading, "```python",
-        snippet(manifest.components, folder=title, format=manifest.format, dtype=manifest.dtype, rest=rest).rstrip(),
+        lines.rstrip(),
         "```", "",
         f"Made with {versions}. `aoquant.json` lists every file with its SHA-256.", "",
     ]  # fmt: skip

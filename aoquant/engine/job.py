@@ -122,13 +122,24 @@ class Plan:
 
     def card(self) -> str:
         folder = self.output.name
-        return model_card(self.manifest(()), title=folder, rest=self._rest(folder, self.source.model))
+        rest = self._rest(folder, self.source.model)
+        return model_card(self.manifest(()), title=folder, rest=rest, pipeline=self._pipeline)
 
     def snippet(self, *, folder: str, model: str) -> str:
         """The Python lines that load the result from `folder`, and the rest of its pipeline from there or `model`."""
         made = self.manifest(()).components
         rest = self._rest(folder, model)
-        return snippet(made, folder=folder, format=self.format, dtype=self.dtype, rest=rest)
+        return snippet(made, folder=folder, format=self.format, dtype=self.dtype, rest=rest, pipeline=self._pipeline)
+
+    @property
+    def _pipeline(self) -> str:
+        """The pipeline's own class, as far as it says.
+
+        Given components that this class could do without (both of WanPipeline's transformers), diffusers 0.42's
+        DiffusionPipeline drops them without a word and loads those of the folder.
+        """
+        name = (self.source.model_index or {}).get("_class_name")
+        return name if isinstance(name, str) and name.isidentifier() else "DiffusionPipeline"
 
     def _rest(self, folder: str, model: str) -> Origin | None:
         if self.source.kind == "component":

@@ -18,7 +18,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from torch import nn
 
 import aoquant
 from aoquant.cli import main
@@ -49,17 +48,14 @@ def document(argv: list[str]) -> dict[str, Any]:
     return document
 
 
-def stock_pipeline(folder: Path, **components: Any) -> Any:
-    """Stock's one line; then every plain tensor in memory of its own.
+def stock_pipeline(folder: Path) -> Any:
+    return diffusers.DiffusionPipeline.from_pretrained(str(folder), dtype=torch.bfloat16)
 
-    As read from a file it lies at whatever address, and torch's kernels for CPUs round by alignment.
-    """
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), dtype=torch.bfloat16, **components)
-    for part in pipeline.components.values():
-        for tensor in [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else []:
-            if stock.kind(tensor) == "Tensor":
-                tensor.data = tensor.data.clone()
-    return pipeline
+
+def with_parts(name: str, folder: Path, parts: Mapping[str, Any]) -> Any:
+    """The pipeline in `folder` with these parts in place of its own. DiffusionPipeline would drop those of Wan."""
+    cls = getattr(diffusers, PIPELINES[name].class_name)
+    return cls.from_pretrained(str(folder), dtype=torch.bfloat16, **parts)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +102,7 @@ def by_stock(saved: Saved) -> Callable[[str], tuple[dict[str, dict[str, torch.Te
                 part: stock.quantize(saved(name) / part, index[part][0], index[part][1], config)
                 for part, config in PIPELINES[name].configs.items()
             }
-            drawn = tiny_pipelines.run(stock_pipeline(saved(name), **parts), name)
+            drawn = tiny_pipelines.run(with_parts(name, saved(name), parts), name)
             made[name] = {part: dict(model.state_dict()) for part, model in parts.items()}, drawn
         return made[name]
 
@@ -183,20 +179,35 @@ def test_a_controlnet_alone(name: str, file_format: str, saved: Saved, tmp_path:
     loaded = aoquant.load(out)
     stock.assert_same_state(loaded.state_dict(), expected.state_dict())
     drawn = [
-        tiny_pipelines.run(stock_pipeline(saved(name), controlnet=controlnet), name)
+        tiny_pipelines.run(with_parts(name, saved(name), {"controlnet": controlnet}), name)
         for controlnet in (loaded, expected, stock.load(source, library, class_name))
     ]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_image"])
+@ALL
+def test_the_lines_of_the_card_put_every_part_into_the_pipeline(
+    name: str, quantized: Quantized, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that the pipeline's class could do without, which DiffusionPipeline would drop."""
+    card = (quantized(name, "bin") / "README.md").read_text()
+    lines = card.partition("```python\n")[2].partition("```")[0]
+    namespace: dict[str, Any] = {}
+    monkeypatch.chdir(quantized(name, "bin").parent)
+    exec(lines, namespace)
+    assert type(namespace["pipeline"]).__name__ == PIPELINES[name].class_name
+    for part in PIPELINES[name].configs:
+        assert getattr(namespace["pipeline"], part) is namespace[part]
+
+
+@pytest.mark.parametrize("name", ["flux", "wan2.2", "qwen_image"])
 def test_shards_of_bin_load_by_the_printed_lines(name: str, saved: Saved, tmp_path: Path) -> None:
     """diffusers finds shards of `.bin` only if told not to look for safetensors, which the other parts then are."""
     argv = ["quantize", str(saved(name)), *arguments(name), "--full", "-o", str(tmp_path / "out")]
     result = document([*argv, "--max-shard-size", "50kB"])
-    (warning,) = result["warnings"]
-    assert warning.startswith("transformer takes ") and warning.endswith("finds them by itself")
+    split = [part for part in PIPELINES[name].configs if part.startswith("transformer")]
+    assert [warning.partition(" takes ")[0] for warning in result["warnings"]] == split
     with pytest.raises(OSError, match=r"no file named diffusion_pytorch_model\.bin"):
         stock_pipeline(tmp_path / "out")
     namespace: dict[str, Any] = {}

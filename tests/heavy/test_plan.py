@@ -425,3 +425,12 @@ def test_two_transformers_of_which_one_is_quantized(twin: str, tiny_folder: Fold
         assert one.warnings == (f"pipe also has {other}, which stays unquantized",)
     both = aoquant.plan(source, dict.fromkeys(pair, "int8wo"), output=tmp_path / "out")
     assert both.warnings == ()
+
+
+@pytest.mark.parametrize("class_name", [None, "Any; import os", ["pipeline", "Custom"], 7])
+def test_the_printed_lines_name_no_class_that_is_no_name(class_name: Any, tiny_folder: Folder, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder("flux"), tmp_path / "pipe" / "transformer")
+    index = {"_class_name": class_name, "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    (tmp_path / "pipe" / "model_index.json").write_text(json.dumps(index))
+    plan = aoquant.plan(tmp_path / "pipe", {"transformer": "int8wo"}, output=tmp_path / "out")
+    assert "\npipeline = DiffusionPipeline.from_pretrained(" in plan.snippet(folder="out", model="pipe")
