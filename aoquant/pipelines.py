@@ -317,13 +317,15 @@ def _role(report: Report, index: Mapping[str, Any]) -> str:
 
 def _assemble(rest: Source, modules: Mapping[str, nn.Module]) -> Any:
     diffusers = libraries.load("diffusers")
+    # Not DiffusionPipeline: see Origin.pipeline_class.
+    pipeline_class: Any = getattr(diffusers, rest.pipeline_class or "", diffusers.DiffusionPipeline)
     dtype = next(module.dtype for module in modules.values())  # that of the checkpoint
     options: dict[str, Any] = {"torch_dtype": dtype, "local_files_only": True}
     if rest.variant is not None:
         options["variant"] = rest.variant
     with libraries.quiet():
         try:
-            pipeline = diffusers.DiffusionPipeline.from_pretrained(str(rest.folder), **modules, **options)
+            pipeline = pipeline_class.from_pretrained(str(rest.folder), **modules, **options)
         except Exception as error:
             raise CheckpointError(
                 f"the pipeline of {rest.model} does not load: {' '.join(str(error).split())[:200]}",

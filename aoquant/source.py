@@ -84,6 +84,12 @@ class Source:
     card: Mapping[str, str]
 
     @property
+    def pipeline_class(self) -> str | None:
+        """The class that model_index.json names; None for a single component, and where it names none."""
+        name = (self.model_index or {}).get("_class_name")
+        return name if isinstance(name, str) and name.isidentifier() else None
+
+    @property
     def opener(self) -> Opener:
         """Opens the source's files, those too that have not arrived."""
         return open_file if self.snapshot is None else hub.opener(self.snapshot)

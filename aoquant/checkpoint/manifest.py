@@ -55,7 +55,8 @@ class ComponentRecord:
 class Origin:
     """Where the weights came from.
 
-    model: repository id or folder name. revision: exact commit, None if local. card: what of the front matter of its
+    model: repository id or folder name. revision: exact commit, None if local. pipeline: its class, as its
+    model_index.json names it; None for a single component. card: what of the front matter of its
     model card goes for what is made from it too, `CARRIED`.
     """
 
@@ -63,7 +64,17 @@ class Origin:
     repo_id: str | None
     revision: str | None
     variant: str | None
+    pipeline: str | None = None
     card: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def pipeline_class(self) -> str:
+        """The class of diffusers that puts the pipeline together: its own, as far as that is known.
+
+        Given components that the pipeline could do without (one of WanPipeline's two transformers), diffusers 0.42's
+        DiffusionPipeline drops them without a word and loads those of the folder.
+        """
+        return self.pipeline or "DiffusionPipeline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +98,7 @@ class Manifest:
                 "repo_id": self.origin.repo_id,
                 "revision": self.origin.revision,
                 "variant": self.origin.variant,
+                "pipeline": self.origin.pipeline,
                 "card": dict(self.origin.card),
             },
             "versions": dict(self.versions),
@@ -157,6 +169,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
             repo_id=_text_or_none(source["repo_id"]),
             revision=_text_or_none(source["revision"]),
             variant=_text_or_none(source["variant"]),
+            pipeline=None if source.get("pipeline") is None else _word(source["pipeline"]),
             card=_texts({key: value for key, value in source.get("card", {}).items() if key in CARRIED}),
         ),
         writer=_text(content["aoquant"]),
@@ -237,7 +250,7 @@ def snippet(manifest: Manifest, *, folder: str, rest: Origin | None, on_hub: boo
     rest: where the other components of the pipeline are, None if it is not one. on_hub: `folder` is a repository's id.
     """
     records = manifest.components
-    classes: dict[str, list[str]] = {"diffusers": ["DiffusionPipeline"]} if rest is not None else {}
+    classes: dict[str, list[str]] = {"diffusers": [rest.pipeline_class]} if rest is not None else {}
     if on_hub and any(record.needs == "aoquant" for record in records):  # it loads folders
         classes["huggingface_hub"] = ["snapshot_download"]
     for record in records:
@@ -265,7 +278,7 @@ def snippet(manifest: Manifest, *, folder: str, rest: Origin | None, on_hub: boo
         arguments += [f'{key}="{text}"' for key in ("revision", "variant") if (text := getattr(rest, key))]
         arguments += [f"{record.name}={record.name}" for record in records]
         lines.append(
-            f"pipeline = DiffusionPipeline.from_pretrained({', '.join(arguments)}, dtype=torch.{manifest.dtype})"
+            f"pipeline = {rest.pipeline_class}.from_pretrained({', '.join(arguments)}, dtype=torch.{manifest.dtype})"
         )
     return "\n".join(lines) + "\n"
 

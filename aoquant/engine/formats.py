@@ -303,15 +303,19 @@ class Flattened:
     metadata: Mapping[str, str]
 
 
-def flatten(state: State, saved_names: Mapping[str, str]) -> Flattened:
+def flatten(state: State, saved_names: Mapping[str, str], *, describe_roots: bool = True) -> Flattened:
     """Ask torchao how it flattens `state`. saved_names: module name → the name that stock saves it under.
 
-    The metadata speaks of module names, as stock's does; the keys of the file are the stored ones.
+    The metadata speaks of module names, as stock's does; the keys of the file are the stored ones. describe_roots:
+    whether it speaks of names without a dot. diffusers fills no tensor that it leaves out; transformers 5.24 hands all
+    that it names to a helper of torchao 0.18 which cannot split those, and fills plain tensors without being told.
     """
     libraries.load("torchao.quantization")
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
-    _, metadata = flatten_tensor_state_dict(dict(state))
+    _, metadata = flatten_tensor_state_dict(
+        {name: tensor for name, tensor in state.items() if describe_roots or "." in name}
+    )
     keys: dict[Slot, str] = {}
     for name, tensor in state.items():
         stored = saved_names[name]

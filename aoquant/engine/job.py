@@ -116,6 +116,7 @@ class Plan:
                 repo_id=self.source.repo_id,
                 revision=self.source.revision,
                 variant=self.source.variant,
+                pipeline=self.source.pipeline_class,
                 card=self.source.card,
             ),
             writer=aoquant.__version__,
@@ -212,7 +213,7 @@ def make_plan(
             dtype=dtype,
             components=tuple(plans),
             files=tuple(_component_files(plans) + copies),
-            warnings=tuple(_warnings(source, configs, plans, dtype)),
+            warnings=tuple(_warnings(source, configs, plans, dtype, format=format, full=full)),
             working_bytes=max(working_bytes(plan) for plan in plans),
             needed=tuple(needed),
             download_bytes=source.bytes_to_download(needed),
@@ -275,13 +276,24 @@ def _with_texts(plan: Plan) -> Plan:
     return dataclasses.replace(plan, files=(*plan.files, manifest))
 
 
+def _are_twins(source: Source, name: str, other: str) -> bool:
+    """Whether two components share the work, as the two experts of Wan 2.2 do: one class, of diffusers."""
+    parts = source.model_index or {}
+    return parts.get(name) == parts.get(other) and (parts.get(name) or [None])[0] == "diffusers"
+
+
 def _warnings(
-    source: Source, configs: Mapping[str, QuantConfig], plans: Sequence[ComponentPlan], dtype: str
+    source: Source,
+    configs: Mapping[str, QuantConfig],
+    plans: Sequence[ComponentPlan],
+    dtype: str,
+    *,
+    format: Format,
+    full: bool,
 ) -> list[str]:
     warnings = [f"{source.alias} is {source.repo_id}"] if source.alias is not None else []
-    for name in configs:
-        twin = name.removesuffix("_2") if name.endswith("_2") else f"{name}_2"
-        if "transformer" in name and twin in source.components and twin not in configs:
+    for twin in source.components:
+        if twin not in configs and any(_are_twins(source, name, twin) for name in configs):
             warnings.append(f"{source.model} also has {twin}, which stays unquantized")
     for plan in plans:
         title = plan.source.name or plan.source.class_name
@@ -291,6 +303,11 @@ def _warnings(
             warnings.append(
                 f"{title}: {len(plan.ignored)} stored tensors are not part of {plan.source.class_name} and are left "
                 f"out, first {plan.ignored[0]}"
+            )
+        if full and format == "bin" and plan.source.library == "diffusers" and len(plan.shards) > 1:
+            warnings.append(
+                f"{title} takes {len(plan.shards)} .bin files, which DiffusionPipeline.from_pretrained finds by the "
+                "printed lines only; with --format safetensors it finds them by itself"
             )
         if plan.config.is_packed:
             warnings.append(f"{title}: {plan.config.row.name} loads after `import aoquant.lowbit` only")

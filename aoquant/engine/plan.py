@@ -351,20 +351,21 @@ def _lay_out(
         groups[-1].append(tensor)
         room -= tensor.num_bytes
     names = layout.shard_names(component.library, format, len(groups))
-    build = _file_builder(tensors, state, format)
+    build = _file_builder(component, tensors, state, format)
     return tuple(
         ShardPlan(layout=build(name, group), tensors=tuple(group)) for name, group in zip(names, groups, strict=True)
     )
 
 
 def _file_builder(
+    component: Component,
     tensors: Sequence[TensorPlan],
     state: State,
     format: Format,
 ) -> Callable[[str, Sequence[TensorPlan]], FileLayout]:
     saved_names = {tensor.name: tensor.saved for tensor in tensors}
     if format == "safetensors":
-        flattened = formats.flatten(state, saved_names)
+        flattened = formats.flatten(state, saved_names, describe_roots=component.library == "diffusers")
         return lambda file_name, group: formats.safetensors_layout(
             file_name, {tensor.name: state[tensor.name] for tensor in group}, flattened
         )

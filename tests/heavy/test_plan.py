@@ -411,15 +411,26 @@ def test_packed_weights_take_their_bits_and_scales(row: ConfigRow, wide_folder: 
         assert {tensor.kind for tensor in made} == {"LowBitTensor" if bits < 8 else "IntxUnpackedToInt8Tensor"}
 
 
-def test_two_transformers_of_which_one_is_quantized(tiny_folder: Folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("twin", ["transformer_2", "unconditional_transformer"])
+def test_two_transformers_of_which_one_is_quantized(twin: str, tiny_folder: Folder, tmp_path: Path) -> None:
     source = tmp_path / "pipe"
-    wan = ["diffusers", "WanTransformer3DModel"]
-    for name in ("transformer", "transformer_2"):
+    pair = {name: ["diffusers", "WanTransformer3DModel"] for name in ("transformer", twin)}
+    for name in pair:
         shutil.copytree(tiny_folder("wan"), source / name)
-    (source / "model_index.json").write_text(
-        json.dumps({"_class_name": "WanPipeline", "transformer": wan, "transformer_2": wan})
-    )
-    one = aoquant.plan(source, {"transformer": "int8wo"}, output=tmp_path / "out")
-    both = aoquant.plan(source, {"transformer": "int8wo", "transformer_2": "int8wo"}, output=tmp_path / "out")
-    assert any("also has transformer_2" in text for text in one.warnings)
-    assert not any("also has" in text for text in both.warnings)
+    shutil.copytree(tiny_folder("autoencoder_kl"), source / "vae")
+    index = {"_class_name": "WanPipeline", "vae": ["diffusers", "AutoencoderKL"], **pair}
+    (source / "model_index.json").write_text(json.dumps(index))
+    for name, other in (("transformer", twin), (twin, "transformer")):
+        one = aoquant.plan(source, {name: "int8wo"}, output=tmp_path / "out")
+        assert one.warnings == (f"pipe also has {other}, which stays unquantized",)
+    both = aoquant.plan(source, dict.fromkeys(pair, "int8wo"), output=tmp_path / "out")
+    assert both.warnings == ()
+
+
+@pytest.mark.parametrize("class_name", [None, "Any; import os", ["pipeline", "Custom"], 7])
+def test_the_printed_lines_name_no_class_that_is_no_name(class_name: Any, tiny_folder: Folder, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder("flux"), tmp_path / "pipe" / "transformer")
+    index = {"_class_name": class_name, "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    (tmp_path / "pipe" / "model_index.json").write_text(json.dumps(index))
+    plan = aoquant.plan(tmp_path / "pipe", {"transformer": "int8wo"}, output=tmp_path / "out")
+    assert "\npipeline = DiffusionPipeline.from_pretrained(" in plan.snippet(folder="out", model="pipe")

@@ -139,6 +139,10 @@ _VISION: Mapping[str, Any] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
     "patch_size": 4, "fullatt_block_indexes": [0],
 }  # fmt: skip
+_IMAGES: Mapping[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
 
 _ROWS: tuple[TinyModel, ...] = (
     TinyModel(
@@ -253,6 +257,38 @@ _ROWS: tuple[TinyModel, ...] = (
         },
         inputs=lambda dtype: {"input_ids": _tokens(94)}, call={"use_cache": False},
     ),
+    TinyModel(
+        name="qwen3_lm", library="transformers", class_name="Qwen3ForCausalLM", component="text_encoder",
+        config_class="Qwen3Config", config={**_DECODER, "head_dim": 16, "tie_word_embeddings": True},
+        inputs=_text_inputs(101), call={"use_cache": False},
+    ),
+    TinyModel(
+        name="mistral3", library="transformers", class_name="Mistral3ForConditionalGeneration",
+        component="text_encoder", config_class="Mistral3Config",
+        config={
+            "text_config": {**_DECODER, "model_type": "mistral", "head_dim": 16},
+            "vision_config": {
+                "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "image_size": 32, "patch_size": 4, "head_dim": 16,
+            },
+            "image_token_index": 97, "spatial_merge_size": 2, "tie_word_embeddings": False,
+        },
+        inputs=lambda dtype: {"input_ids": _tokens(94)}, call={"use_cache": False},
+    ),
+    TinyModel(
+        name="gemma3", library="transformers", class_name="Gemma3ForConditionalGeneration",
+        component="text_encoder", config_class="Gemma3Config",
+        config={
+            "text_config": {**_DECODER, "head_dim": 20}, "vision_config": _IMAGES, "mm_tokens_per_image": 4,
+            "image_token_index": 97, "boi_token_index": 98, "eoi_token_index": 99,
+        },
+        inputs=lambda dtype: {"input_ids": _tokens(94)}, call={"use_cache": False},
+    ),
+    TinyModel(
+        name="clip_vision", library="transformers", class_name="CLIPVisionModel", component="image_encoder",
+        config_class="CLIPVisionConfig", config=_IMAGES, hub_prefix="vision_model.",
+        inputs=lambda dtype: {"pixel_values": _noise(2, 3, 32, 32, dtype=dtype)},
+    ),
 )  # fmt: skip
 
 MODELS: Mapping[str, TinyModel] = {row.name: row for row in _ROWS}
@@ -287,6 +323,11 @@ def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
         model = row.cls(**row.config)
     else:
         model = row.cls(getattr(transformers, row.config_class)(**row.config))
+    return finish(model, dtype=dtype, seed=seed)
+
+
+def finish(model: Any, *, dtype: torch.dtype, seed: int = 0) -> Any:
+    """`model` itself, filled from `seed`, its state in `dtype`, in eval mode."""
     fill(model, seed=seed)
     # As loading casts: what a checkpoint holds, and not the rotary tables that `Module.to` would round too.
     for value in model.state_dict(keep_vars=True).values():
