@@ -108,7 +108,7 @@ def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
 
 def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
     _refuse_unsound(folder, report)
-    dtype = _dtype(report)
+    dtype = dtype_of(report)
     model_class: Any = libraries.find_class(_library(report), report.class_name)
     options: dict[str, Any] = {
         "torch_dtype" if report.library == "diffusers" else "dtype": dtype,
@@ -213,7 +213,8 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _dtype(report: ComponentReport) -> torch.dtype:
+def dtype_of(report: ComponentReport) -> torch.dtype:
+    """What a component was made in: the logical dtype of its quantized weights."""
     logical = Counter(entry.dtype for entry in report.entries.values() if not entry.is_plain)
     name = logical.most_common(1)[0][0] if logical else "bfloat16"
     dtype: torch.dtype = getattr(torch, name)

@@ -109,30 +109,33 @@ def load(
     compile: bool = False,
     source: str | Path | None = None,
     offline: bool = False,
+    original: bool = False,
     on_progress: OnProgress | None = None,
 ) -> LoadedPipeline:
     """Load a checkpoint's quantized components onto `device`, and the rest of their pipeline around them.
 
     source: where the other components are (a local pipeline folder or `org/name[@revision]`), if they are not in the
     folder and not where the manifest says. compile: the denoiser's repeated blocks, or all of it where diffusers knows
-    of none. Raises UsageError, SourceError, CheckpointError, UnsafeError or ResourceError.
+    of none. original: the same pipeline, with its own components instead of the quantized ones. Raises UsageError, SourceError, CheckpointError, UnsafeError or ResourceError.
     """
     start = time.perf_counter()
     place = devices.choose(device)
     mode = _offload(offload, place)
     report = inspect(folder)
     names = loading.component_names(folder)
-    rest = _rest(report, Path(folder), source, offline=offline)
+    rest = _rest(report, Path(folder), source, offline=offline, original=original)
     index = rest.model_index or {}
     roles = {name: name or _role(report, index) for name in names}
-    others = [path for path, _ in rest.other_files(quantized=tuple(roles.values())).values()]
+    others = [path for path, _ in rest.other_files(quantized=() if original else tuple(roles.values())).values()]
     modules: dict[str, nn.Module] = {}
     with rest.arriving(others, on_progress=on_progress) as wait:
-        for name, loaded in zip(names, loading.load_each(folder, device=str(place)), strict=True):
-            modules[roles[name]] = loaded.module.to("cpu") if mode != "none" else loaded.module
+        for loaded in () if original else loading.load_each(folder, device=str(place)):
+            module = loaded.module.to("cpu") if mode != "none" else loaded.module
+            modules[roles[loaded.report.name]] = module
         for path in others:
             wait(path)
-    pipeline = _assemble(rest, modules)
+    dtype = loading.dtype_of(next(component for component in report.components if component.name == names[0]))
+    pipeline = _assemble(rest, modules, dtype)
     with _fitting(pipeline, place):
         _place(pipeline, place, mode)
     if compile:
@@ -173,6 +176,8 @@ def generate(
     for name, option in _OPTIONS.items():
         if name in given and name not in takes:
             raise UsageError(f"{type(pipeline).__name__} takes no {option}", hint="leave it out")
+    if "output_type" in takes:
+        given["output_type"] = "pil"  # some videos come as arrays else
     ends: list[float] = []
     if "callback_on_step_end" in takes:
         given["callback_on_step_end"] = _clock(loaded.device, ends)
@@ -277,11 +282,11 @@ def _offload(name: str, place: torch.device) -> Offload:
     return cast("Offload", name)
 
 
-def _rest(report: Report, folder: Path, source: str | Path | None, *, offline: bool) -> Source:
-    """The pipeline that the quantized components belong to."""
+def _rest(report: Report, folder: Path, source: str | Path | None, *, offline: bool, original: bool) -> Source:
+    """The pipeline that the quantized components belong to. original: one that has them unquantized too."""
     if source is not None:
         found = open_source(str(source), components=(), offline=offline)
-    elif (folder / MODEL_INDEX).is_file():
+    elif (folder / MODEL_INDEX).is_file() and not original:
         found = open_source(str(folder), components=(), variant=report.source.get("variant"))
     elif report.source.get("repo_id"):
         found = open_source(
@@ -294,7 +299,7 @@ def _rest(report: Report, folder: Path, source: str | Path | None, *, offline: b
     else:
         origin = report.source.get("model")
         raise UsageError(
-            f"{folder} holds no whole pipeline, and does not say where the rest is",
+            f"{folder} holds no whole {'unquantized ' if original else ''}pipeline, and does not say where one is",
             hint=f"name the pipeline{f' {origin}' if origin else ''} with --source, a folder or org/name",
         )
     if found.model_index is None:
@@ -315,11 +320,10 @@ def _role(report: Report, index: Mapping[str, Any]) -> str:
     return roles[0]
 
 
-def _assemble(rest: Source, modules: Mapping[str, nn.Module]) -> Any:
+def _assemble(rest: Source, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Any:
     diffusers = libraries.load("diffusers")
     # Not DiffusionPipeline: see Origin.pipeline_class.
     pipeline_class: Any = getattr(diffusers, rest.pipeline_class or "", diffusers.DiffusionPipeline)
-    dtype = next(module.dtype for module in modules.values())  # that of the checkpoint
     options: dict[str, Any] = {"torch_dtype": dtype, "local_files_only": True}
     if rest.variant is not None:
         options["variant"] = rest.variant

@@ -1,0 +1,184 @@
+"""`aoquant generate` and `load_pipeline`: what they draw is what stock draws with the same quantized components."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageSequence
+
+import aoquant
+from aoquant import pipelines
+from aoquant.cli import main
+from aoquant.errors import UsageError
+from tests.heavy import tiny_pipelines
+from tests.light import schemas
+
+CASES = {
+    "flux": ("transformer", "int8wo"),
+    "sdxl": ("unet", "uint4wo"),
+    "wan2.2": ("transformer", "int8wo"),
+}
+
+Made = Callable[[str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """`made(name)` → a pipeline's folder, and what quantize makes of its denoiser alone. Do not write there."""
+    folders: dict[str, tuple[Path, Path]] = {}
+
+    def get(name: str) -> tuple[Path, Path]:
+        if name not in folders:
+            root = tmp_path_factory.mktemp("generate")
+            source = tiny_pipelines.save(name, root / name)
+            component, config = CASES[name]
+            aoquant.quantize(source, {component: config}, output=root / "out")
+            folders[name] = source, root / "out"
+        return folders[name]
+
+    return get
+
+
+def stock_frames(name: str, source: Path, folder: Path, seed: int) -> list[Any]:
+    """What the stock pipeline draws with the quantized component as its own loader gives it."""
+    component, _ = CASES[name]
+    row = tiny_pipelines.PIPELINES[name]
+    index = json.loads((source / "model_index.json").read_text())
+    model_class = getattr(diffusers, index[component][1])
+    part = model_class.from_pretrained(
+        str(folder), subfolder=component, torch_dtype=torch.bfloat16, use_safetensors=False
+    )
+    pipeline_class = getattr(diffusers, row.class_name)
+    pipeline = pipeline_class.from_pretrained(str(source), torch_dtype=torch.bfloat16, **{component: part})
+    pipeline.set_progress_bar_config(disable=True)
+    size = {"height": 16, "width": 16, **({"num_frames": 5} if name == "wan2.2" else {})}
+    generator = torch.Generator().manual_seed(seed)
+    result = pipeline(
+        prompt=tiny_pipelines.PROMPT, num_inference_steps=2, generator=generator, output_type="pil", **size
+    )
+    return list(result.frames[0] if hasattr(result, "frames") else result.images)
+
+
+def arguments(name: str, source: Path, folder: Path, target: Path, *, seed: int) -> list[str]:
+    video = ["--num-frames", "5"] if name == "wan2.2" else []
+    return [
+        "generate", str(folder), tiny_pipelines.PROMPT, "-o", str(target), "--source", str(source), "--steps", "2",
+        "--height", "16", "--width", "16", "--seed", str(seed), "--device", "cpu", "--json", *video,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_the_picture_is_stocks_bit_by_bit(
+    made: Made, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, folder = made(name)
+    pictures = []
+    for seed in (3, 4):
+        target = tmp_path / f"{seed}.png"
+        assert main(arguments(name, source, folder, target, seed=seed)) == 0
+        report = schemas.validated(capsys.readouterr().out, "generate")
+        assert (report["kind"], report["width"], report["height"], report["frames"]) == ("image", 16, 16, 1)
+        assert (report["seed"], report["steps"], report["device"]) == (seed, 2, "cpu")
+        assert report["seconds_per_step"] > 0 and report["peak_memory_bytes"] > 1e8
+        pictures.append(np.asarray(Image.open(target)))
+        (expected,) = stock_frames(name, source, folder, seed)
+        assert np.array_equal(pictures[-1], np.asarray(expected))
+    assert not np.array_equal(pictures[0], pictures[1])
+
+
+def test_the_video_is_stocks_bit_by_bit(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, folder = made("wan2.2")
+    assert main(arguments("wan2.2", source, folder, tmp_path / "video.webp", seed=3)) == 0
+    report = schemas.validated(capsys.readouterr().out, "generate")
+    assert (report["kind"], report["frames"]) == ("video", 5)
+    assert sum(1 for _ in ImageSequence.Iterator(Image.open(tmp_path / "video.webp"))) > 1
+    loaded = pipelines.load(folder, source=source)
+    drawn = pipelines.generate(loaded, tiny_pipelines.PROMPT, seed=3, steps=2, height=16, width=16, num_frames=5)
+    expected = stock_frames("wan2.2", source, folder, 3)
+    assert len(drawn.frames) == len(expected) == 5
+    for frame, other in zip(drawn.frames, expected, strict=True):
+        assert np.array_equal(np.asarray(frame), np.asarray(other))
+
+
+def test_a_whole_folder_needs_no_source(made: Made, tmp_path: Path) -> None:
+    source, _ = made("flux")
+    aoquant.quantize(source, {"transformer": "int8wo"}, output=tmp_path / "whole", full=True)
+    pipeline = aoquant.load_pipeline(tmp_path / "whole")
+    assert type(pipeline).__name__ == "FluxPipeline"
+    assert type(pipeline.transformer.x_embedder.weight.data).__name__ == "Int8Tensor"
+
+
+def test_a_flat_folder_takes_the_only_place_of_its_class(made: Made, tmp_path: Path) -> None:
+    source, _ = made("flux")
+    aoquant.quantize(source / "transformer", {"transformer": "int8wo"}, output=tmp_path / "flat")
+    pipeline = aoquant.load_pipeline(tmp_path / "flat", source=source)
+    assert type(pipeline.transformer.x_embedder.weight.data).__name__ == "Int8Tensor"
+    source, _ = made("wan2.2")
+    aoquant.quantize(source / "transformer", {"transformer": "int8wo"}, output=tmp_path / "expert")
+    with pytest.raises(UsageError, match="2 components of class WanTransformer3DModel"):
+        aoquant.load_pipeline(tmp_path / "expert", source=source)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        pytest.param(["--num-frames", "3"], 2, "takes no --num-frames", id="frames of a picture"),
+        pytest.param(["--source", ""], 3, "", id="no source"),
+        pytest.param(["--source", "nowhere/../x"], 3, "no such folder", id="missing source"),
+        pytest.param(["--offload", "model"], 2, "the device is the CPU", id="offload to the CPU"),
+        pytest.param(["--offload", "half"], 2, "no way to offload", id="unknown offload"),
+        pytest.param(["--device", "cuda:9"], 2, "no device cuda:9", id="unknown device"),
+        pytest.param(["-o", "picture.txt"], 2, "no name for a file", id="suffix"),
+        pytest.param(["-o", "video.gif"], 2, "no name for a picture", id="suffix of a video"),
+        pytest.param(["-o", "nowhere/picture.png"], 2, "no such folder", id="folder"),
+        pytest.param(["-o", "there.png"], 2, "exists", id="exists"),
+        pytest.param(["--height", "0"], 2, "height", id="no height"),
+    ],
+)
+def test_bad_input(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    changes: list[str], code: int, words: str,
+) -> None:  # fmt: skip
+    source, folder = made("flux")
+    monkeypatch.chdir(tmp_path)
+    Path("there.png").write_text("mine")
+    assert main([*arguments("flux", source, folder, Path("picture.png"), seed=0), *changes]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and words in err
+    lines = err.splitlines()
+    assert lines[0].startswith("error: ") and lines[1].startswith("hint: ") and len(lines) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"there.png"} and Path("there.png").read_text() == "mine"
+
+
+def test_the_rest_of_a_local_pipeline_has_to_be_named(
+    made: Made, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, folder = made("flux")
+    assert main(["generate", str(folder), "a fox", "-o", str(tmp_path / "x.png")]) == 2
+    assert "name the pipeline flux with --source" in capsys.readouterr().err
+
+
+def test_an_existing_picture_is_replaced_only_on_request(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, folder = made("flux")
+    target = tmp_path / "picture.png"
+    shutil.copy(Path(__file__), target)
+    assert main([*arguments("flux", source, folder, target, seed=1), "--overwrite"]) == 0
+    assert Image.open(target).size == (16, 16)
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
+
+
+def test_what_would_fit_is_said() -> None:
+    message, hint = pipelines.refusal([6_000, 3_000], 8_000, "cuda:0")
+    assert message == "the pipeline does not fit cuda:0: its weights take 9,000 bytes, it has 8,000"
+    assert "--offload model" in hint
+    assert "--offload group" in pipelines.refusal([9_000, 3_000], 8_000, "cuda:0")[1]
