@@ -1,14 +1,16 @@
 """A checkpoint against the pipeline that it was made from: load time, time per step, peak memory.
 
-Each case runs in a process of its own, so that its memory is its own. `python -m aoquant.benchmarking CASE` is such a
-process: CASE is JSON, and so is what it prints.
+Each case runs in a process of its own, so that its memory is its own. `python -m aoquant.benchmarking CASE FILE` is
+such a process: CASE is JSON, and so is what it writes into FILE.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -43,7 +45,11 @@ def bench(
 
     The figures of a case are medians of its rounds. Raises what `pipelines.load` and `pipelines.generate` raise.
     """
-    cases = [(original, is_compiled) for is_compiled in ((False, True) if compiled else (False,)) for original in (True, False)]
+    cases = [
+        (original, is_compiled)
+        for is_compiled in ((False, True) if compiled else (False,))
+        for original in (True, False)
+    ]
     found: dict[tuple[bool, bool], list[dict[str, Any]]] = {case: [] for case in cases}
     for number in range(rounds):
         for case in cases:
@@ -85,7 +91,9 @@ def plot(document: Mapping[str, Any], target: Path) -> None:
     try:
         figure.savefig(target, dpi=150)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{target} cannot be written: {error}", hint="choose another --plot, such as bench.png") from error
+        raise UsageError(
+            f"{target} cannot be written: {error}", hint="choose another --plot, such as bench.png"
+        ) from error
 
 
 def _title(original: bool, is_compiled: bool) -> str:
@@ -94,12 +102,14 @@ def _title(original: bool, is_compiled: bool) -> str:
 
 def _run(folder: str, settings: Settings, *, original: bool, is_compiled: bool) -> dict[str, Any]:
     case = json.dumps({**settings, "folder": folder, "original": original, "compile": is_compiled})
-    done = subprocess.run([sys.executable, "-m", __name__, case], capture_output=True, text=True, check=False)
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
+    with tempfile.TemporaryDirectory() as scratch:
+        answered = Path(scratch) / "answer.json"
+        command = [sys.executable, "-m", "aoquant.benchmarking", case, str(answered)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  (this very program)
+        answer: dict[str, Any] | None = json.loads(answered.read_text()) if answered.is_file() else None
+    if answer is None:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise AoquantError(f"{_title(original, is_compiled)}: its process ended with {done.returncode}: {last}") from None
+        raise AoquantError(f"{_title(original, is_compiled)}: its process ended with {done.returncode}: {last}")
     if "error" in answer:
         raise getattr(aoquant.errors, answer["error"])(answer["message"], hint=answer["hint"])
     return answer
@@ -107,8 +117,6 @@ def _run(folder: str, settings: Settings, *, original: bool, is_compiled: bool) 
 
 def _median(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of each measured figure the median; of the others what the first round says."""
-    import statistics
-
     result = dict(rounds[0])
     for key in ("load_seconds", "seconds_per_step", "peak_memory_bytes"):
         values = [found[key] for found in rounds if found[key] is not None]
@@ -129,13 +137,11 @@ def _measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _main() -> None:
-    from aoquant.console import print_document
-
     try:
         answer = _measure(json.loads(sys.argv[1]))
     except AoquantError as error:
         answer = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-    print_document(answer)
+    Path(sys.argv[2]).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

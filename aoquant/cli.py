@@ -38,6 +38,12 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no note
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda[:N], xpu[:N] or mps.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that aoquant wrote.")]
 Private = Annotated[bool, typer.Option("--private", help="Make the repository a private one.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Use the Hub's cache only.")]
+Offload = Annotated[str, typer.Option(help="none, model, sequential or group.")]
+Rest = Annotated[
+    str | None,
+    typer.Option("--source", metavar="MODEL", help="The pipeline whose other components to use.", show_default=False),
+]
 Folder = Annotated[str, typer.Argument(help="A checkpoint folder.", show_default=False)]
 Model = Annotated[
     str,
@@ -84,7 +90,7 @@ def _add_model_command(name: str, summary: str, act: Callable[[Request, Console,
         full: Annotated[bool, typer.Option("--full", help="Write the pipeline's other components too.")] = False,
         revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
         variant: Annotated[str | None, typer.Option(help="Variant of the weights, such as fp16.")] = None,
-        offline: Annotated[bool, typer.Option("--offline", help="Use the Hub's cache only.")] = False,
+        offline: Offline = False,
         overwrite: Overwrite = False,
         max_size: Annotated[
             str | None, typer.Option(metavar="SIZE", help="Refuse an output of more bytes, such as 7GB: exit code 7.")
@@ -205,12 +211,10 @@ def generate(
     num_frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video.")] = None,
     fps: Annotated[int, typer.Option(min=1, help="Frames a second of a video.")] = 16,
     device: Device = "auto",
-    offload: Annotated[str, typer.Option(help="none, model, sequential or group.")] = "none",
+    offload: Offload = "none",
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile the transformer or UNet.")] = False,
-    source: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The pipeline whose other components to use.")
-    ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Use the Hub's cache only.")] = False,
+    source: Rest = None,
+    offline: Offline = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output.")] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -302,6 +306,39 @@ def models(json: Json = False) -> None:
     from aoquant.tables import models_table
 
     Console(as_json=json).result(models_json(), models_table)
+
+
+@app.command(
+    help="Measure a checkpoint against the pipeline that it was made from: load time, time a step, peak memory."
+)
+def bench(
+    folder: Folder,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps; the first is not counted.")] = 4,
+    height: Annotated[int | None, typer.Option(min=1, help="In pixels.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="In pixels.")] = None,
+    num_frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Figures are medians of so many rounds.")] = 1,
+    device: Device = "auto",
+    offload: Offload = "none",
+    compile: Annotated[bool, typer.Option("--compile", help="Measure both compiled too.")] = False,
+    source: Rest = None,
+    offline: Offline = False,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the figures, as .png or .svg.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from aoquant import benchmarking
+    from aoquant.tables import bench_table
+
+    console = Console(as_json=json, quiet=quiet)
+    settings: benchmarking.Settings = {
+        "device": device, "offload": offload, "source": source, "offline": offline, "steps": steps, "height": height,
+        "width": width, "num_frames": num_frames,
+    }  # fmt: skip
+    document = benchmarking.bench(folder, settings, compiled=compile, rounds=rounds, on_case=console.note)
+    if plot is not None:
+        benchmarking.plot(document, Path(plot))
+    console.result(document, lambda: bench_table(document))
 
 
 @app.command(help="Show versions, devices, and what they can make and run, config by config.")

@@ -2,7 +2,7 @@
 
 AoquantError            1  a bug or an unforeseen failure
 ├── UsageError          2  the command line, or an argument of the library call, is wrong
-├── SourceError         3  the source cannot be had: not found, gated, offline, rate-limited
+├── SourceError         3  the Hub does not give or take it: not found, gated, no right to write, offline
 ├── CheckpointError     4  the source or checkpoint is damaged, incomplete, already quantized, or of other versions
 ├── UnsafeError         5  refused: reading it would run code from the file
 ├── ResourceError       6  not enough disk or memory

@@ -418,13 +418,13 @@ def check_push(repo_id: str) -> None:
         validate_repo_id(repo_id)
     if repo_id.count("/") != 1:
         raise SourceError(f"{quoted(repo_id)} does not say whose repository it is", hint=f"write org/{repo_id}")
-    if constants.HF_HUB_OFFLINE:
-        raise SourceError("HF_HUB_OFFLINE is set, and uploading needs the Hub", hint="unset it")
     if not _has_token():
         raise SourceError(
             f"uploading to {_host()} needs a Hub token, and there is none here",
             hint="run `hf auth login`, or set HF_TOKEN to a token that may write",
         )
+    if constants.HF_HUB_OFFLINE:
+        raise SourceError("HF_HUB_OFFLINE is set, and uploading needs the Hub", hint="unset it")
 
 
 def push(

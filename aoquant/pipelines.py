@@ -116,7 +116,8 @@ def load(
 
     source: where the other components are (a local pipeline folder or `org/name[@revision]`), if they are not in the
     folder and not where the manifest says. compile: the denoiser's repeated blocks, or all of it where diffusers knows
-    of none. original: the same pipeline, with its own components instead of the quantized ones. Raises UsageError, SourceError, CheckpointError, UnsafeError or ResourceError.
+    of none. original: the same pipeline, with its own components instead of the quantized ones. Raises UsageError,
+    SourceError, CheckpointError, UnsafeError or ResourceError.
     """
     start = time.perf_counter()
     place = devices.choose(device)

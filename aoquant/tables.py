@@ -242,6 +242,23 @@ def loaded_tables(loaded: Sequence[LoadReport]) -> RenderableType:
     return _Shrinking(columns=columns, rows=rows, optional=("class", "dtype"))
 
 
+def bench_table(document: Mapping[str, Any]) -> RenderableType:
+    """A row for each case."""
+    table = _table("model", "compiled", ">s to load", ">s a step", ">peak memory")
+    for case in document["cases"]:
+        step = case["seconds_per_step"]
+        table.add_row(
+            case["model"], "yes" if case["compiled"] else "no", f"{case['load_seconds']:.2f}",
+            f"{step:.3g}" if step is not None else "", size(case["peak_memory_bytes"]),
+        )  # fmt: skip
+    first = document["cases"][0]
+    video = f", {first['frames']} frames" if first["frames"] > 1 else ""
+    setting = (
+        f"{first['pipeline']}, {first['width']} × {first['height']}{video}, {first['steps']} steps on {first['device']}"
+    )
+    return Group(table, Text(f"{setting}; medians of {document['rounds']} rounds"))
+
+
 def environment_tables(report: Mapping[str, Any]) -> RenderableType:
     """Versions, devices, and for each config what each device makes and runs."""
     versions = {"aoquant": report["aoquant"], "python": report["python"], **report["versions"]}

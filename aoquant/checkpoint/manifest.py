@@ -261,9 +261,9 @@ def snippet(manifest: Manifest, *, folder: str, rest: Origin | None, on_hub: boo
     lines.append("")
     for record in records:
         variable = record.name or "model"
-        arguments = [f'"{folder}"']
+        arguments = [_quote(folder)]
         if record.needs == "aoquant":
-            arguments = [f'snapshot_download("{folder}")'] if on_hub else arguments
+            arguments = [f"snapshot_download({_quote(folder)})"] if on_hub else arguments
             arguments += [f'component="{record.name}"'] if record.name else []
             lines.append(f"{variable} = aoquant.load({', '.join(arguments)})")
             continue
@@ -274,13 +274,18 @@ def snippet(manifest: Manifest, *, folder: str, rest: Origin | None, on_hub: boo
             arguments.append("use_safetensors=False")
         lines.append(f"{variable} = {record.class_name}.from_pretrained({', '.join(arguments)})")
     if rest is not None:
-        arguments = [f'"{rest.repo_id or rest.model}"']
-        arguments += [f'{key}="{text}"' for key in ("revision", "variant") if (text := getattr(rest, key))]
+        arguments = [_quote(rest.repo_id or rest.model)]
+        arguments += [f"{key}={_quote(text)}" for key in ("revision", "variant") if (text := getattr(rest, key))]
         arguments += [f"{record.name}={record.name}" for record in records]
         lines.append(
             f"pipeline = {rest.pipeline_class}.from_pretrained({', '.join(arguments)}, dtype=torch.{manifest.dtype})"
         )
     return "\n".join(lines) + "\n"
+
+
+def _quote(text: str) -> str:
+    """A Python literal of `text`, which may come from anyone's manifest."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _needed(components: Iterable[ComponentRecord]) -> list[str]:

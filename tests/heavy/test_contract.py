@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -137,24 +138,33 @@ def hub() -> Iterator[HubServer]:
         yield server
 
 
-def quantize(pipe: Path, work: Path, hub: HubServer, *options: str, token: str = TOKEN) -> Any:
+def start(pipe: Path, work: Path, hub: HubServer, *options: str, token: str = TOKEN) -> subprocess.Popen[str]:
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": token,
         "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", "aoquant", "quantize", str(pipe), "--transformer", "int8wo", "-o", "out", *options],
-        cwd=work, env=environment, capture_output=True, text=True, timeout=180,
+        cwd=work, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def finish(process: subprocess.Popen[str], work: Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr; the token is in neither, nor in a file."""
+    out, err = process.communicate(timeout=180)
+    assert TOKEN not in out + err and "Traceback" not in err
     assert all(TOKEN.encode() not in content for content in files(work).values())
-    return done
+    return process.returncode, out, err
+
+
+def quantize(pipe: Path, work: Path, hub: HubServer, *options: str, token: str = TOKEN) -> tuple[int, str, str]:
+    return finish(start(pipe, work, hub, *options, token=token), work)
 
 
 def test_quantize_and_upload_in_one(pipe: Path, tmp_path: Path, hub: HubServer) -> None:
-    done = quantize(pipe, tmp_path, hub, "--push-to", REPO, "--private", "--json", "-q")
-    assert (done.returncode, done.stderr) == (0, "")
-    document = schemas.validated(done.stdout, "quantize")
+    code, out, err = quantize(pipe, tmp_path, hub, "--push-to", REPO, "--private", "--json", "-q")
+    assert (code, err) == (0, "")
+    document = schemas.validated(out, "quantize")
     assert document["pushed"]["url"] == f"{hub.url}/{REPO}" and document["pushed"]["private"]
     there = hub.repos[REPO].commits[hub.repos[REPO].revisions["main"]]
     made = files(tmp_path / "out")
@@ -164,17 +174,28 @@ def test_quantize_and_upload_in_one(pipe: Path, tmp_path: Path, hub: HubServer) 
 
 
 def test_the_address_is_the_last_line(pipe: Path, tmp_path: Path, hub: HubServer) -> None:
-    done = quantize(pipe, tmp_path, hub, "--push-to", REPO, "-q")
-    assert done.stdout.splitlines()[-1] == f"{hub.url}/{REPO}"
+    _, out, _ = quantize(pipe, tmp_path, hub, "--push-to", REPO, "-q")
+    assert out.splitlines()[-1] == f"{hub.url}/{REPO}"
 
 
 def test_a_failed_upload_leaves_the_finished_folder_and_says_how_to_go_on(
     pipe: Path, tmp_path: Path, hub: HubServer
 ) -> None:
     hub.upload_status["commit"] = 403
-    done = quantize(pipe, tmp_path, hub, "--push-to", REPO, "--json", "-q")
-    assert (done.returncode, done.stdout) == (3, "")
-    assert "HTTP 403" in done.stderr and f"out is whole: `aoquant push out {REPO}` uploads it" in done.stderr
+    code, out, err = quantize(pipe, tmp_path, hub, "--push-to", REPO, "--json", "-q")
+    assert (code, out) == (3, "")
+    assert "HTTP 403" in err and f"out is whole: `aoquant push out {REPO}` uploads it" in err
+    assert aoquant.verify(tmp_path / "out").is_sound
+
+
+def test_an_interrupted_upload_does_so_too(pipe: Path, tmp_path: Path, hub: HubServer) -> None:
+    hub.hold = "commit"
+    process = start(pipe, tmp_path, hub, "--push-to", REPO, "--private", "-q")
+    assert hub.held.wait(timeout=120)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process, tmp_path)
+    assert (code, out) == (130, "")
+    assert err == f"error: interrupted\nhint: out is whole: `aoquant push out {REPO} --private` uploads it\n"
     assert aoquant.verify(tmp_path / "out").is_sound
 
 
@@ -191,8 +212,8 @@ def test_a_failed_upload_leaves_the_finished_folder_and_says_how_to_go_on(
 def test_what_cannot_be_uploaded_is_not_quantized(
     options: tuple[str, ...], token: str, code: int, words: str, pipe: Path, tmp_path: Path, hub: HubServer
 ) -> None:
-    done = quantize(pipe, tmp_path, hub, *options, token=token)
-    assert (done.returncode, done.stdout) == (code, "") and words in done.stderr
+    found, out, err = quantize(pipe, tmp_path, hub, *options, token=token)
+    assert (found, out) == (code, "") and words in err
     assert files(tmp_path) == {} and hub.requests == []
 
 

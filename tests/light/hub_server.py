@@ -71,7 +71,8 @@ class HubServer:
     requests: (method, path) of every request in order. sent_bytes: body bytes sent, by repository path
     (`org/name/file`). rejected_tokens: bearer tokens that the Hub itself does not know. writers: bearer token → the
     owners in whose name it may write. upload_status: step of an upload (create, validate, preupload, batch, put,
-    commit) → the status that it is answered with. uploaded: contents of large files, by SHA-256. messages: of the
+    commit) → the status that it is answered with. hold: a step to be held up until the end, `held` is set when one is.
+    uploaded: contents of large files, by SHA-256. messages: of the
     commits that were uploaded.
     """
 
@@ -82,6 +83,9 @@ class HubServer:
         self.rejected_tokens: set[str] = set()
         self.writers: dict[str, set[str]] = {}
         self.upload_status: dict[str, int] = {}
+        self.hold = ""
+        self.held = threading.Event()
+        self.released = threading.Event()
         self.uploaded: dict[str, bytes] = {}
         self.messages: list[str] = []
         self.lock = threading.Lock()
@@ -100,6 +104,7 @@ class HubServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.released.set()
         for repo in self.repos.values():
             repo.release.set()
         self._server.shutdown()
@@ -287,6 +292,9 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self._add_commit(repo_id, repo, dict(files), body, revision="refs/pr/1" if pull_request else revision)
 
         def _step(self, name: str) -> None:
+            if name == hub.hold:
+                hub.held.set()
+                hub.released.wait(timeout=60)
             self._fail_with(hub.upload_status.get(name))
 
         def _may_write(self, repo_id: str) -> None:

@@ -22,6 +22,7 @@ from aoquant.models import MODELS
 from aoquant.request import Request
 from tests.light import bad_input, forge
 from tests.light.bad_input import bad, having, run, signals_kept, write
+from tests.light.checkpoints import checkpoint
 from tests.light.forge import TorchFile
 from tests.light.test_inspection import INT8WO, component, pipeline, safe_component
 
@@ -38,6 +39,17 @@ def pipe(work: Path) -> None:
 
 def one(work: Path) -> None:
     component(work / "one")
+
+
+def one_made(work: Path) -> None:
+    pipe(work)
+    checkpoint(work / "one", "transformer")
+
+
+def two_made(work: Path) -> None:
+    one_made(work)
+    checkpoint(work / "two", "text_encoder")
+    checkpoint(work / "flat", "")
 
 
 def model_index(content: Any) -> bad_input.Make:
@@ -183,6 +195,45 @@ ROWS = [
     bad("output is the source to overwrite", f"{QUANTIZE_PIPE} -o pipe --overwrite", 2, "not written by aoquant",
         make=pipe),
     bad("output is a mount point", f"{QUANTIZE_PIPE} -o /proc --overwrite", 2, "mount point", make=pipe),
+    # Sizes and uploads.
+    bad("no size for a gate", f"{QUANTIZE_PIPE} --max-size small", 2, "'small'", "10GB"),
+    bad("gate of nothing", f"plan pipe {Q} --max-size 0GB", 2, "0GB"),
+    bad("private without an upload", f"{QUANTIZE_PIPE} --private", 2, "--push-to"),
+    bad("upload to no name", [*QUANTIZE_PIPE.split(), "--push-to", "a b/c"], 3, "'a b/c'", "org/name", make=pipe),
+    bad("upload to nobody's", f"{QUANTIZE_PIPE} --push-to flux", 3, "'flux'", "org/flux", make=pipe),
+    bad("upload without a token", f"{QUANTIZE_PIPE} --push-to acme/flux", 3, "token", "HF_TOKEN", make=pipe),
+    # verify.
+    bad("verify nothing", "verify gone", 3, "'gone'", "does not exist"),
+    bad("verify a file", "verify x", 3, "is a file", make=having({"x": "x"})),
+    bad("verify a null byte", ["verify", "a\0b"], 3, "'a"),
+    bad("verify too long a name", f"verify {'x' * 5000}", 3, "no path"),
+    bad("verify what aoquant did not write", "verify pipe", 4, "no aoquant.json", make=pipe),
+    bad("verify a manifest cut off", "verify out", 4, "aoquant.json", "JSON", make=having({"out/aoquant.json": "{"})),
+    bad("verify a manifest of a list", "verify out", 4, "array", make=having({"out/aoquant.json": []})),
+    bad("verify a manifest of nothing", "verify out", 4, "schema", make=having({"out/aoquant.json": {}})),
+    bad("verify a manifest of the future", "verify out", 4, "aoquant.manifest/2", "update aoquant",
+        make=having({"out/aoquant.json": {"schema": "aoquant.manifest/2"}})),
+    bad("verify a manifest of its schema alone", "verify out", 4, "not as aoquant writes it",
+        make=having({"out/aoquant.json": {"schema": "aoquant.manifest/1"}})),
+    bad("verify a manifest with a key twice", "verify out", 4, "twice",
+        make=having({"out/aoquant.json": '{"schema": "aoquant.manifest/1", "schema": 1}'})),
+    # join.
+    bad("join nothing", "join", 2, "OUT"),
+    bad("join without folders", "join out", 2, "FOLDER"),
+    bad("join one folder", "join out one", 2, "1 folder", make=one_made),
+    bad("join what is not there", "join out one gone", 3, "'gone'", make=one_made),
+    bad("join what aoquant did not write", "join out one pipe", 4, "pipe has no aoquant.json", make=one_made),
+    bad("join a folder with itself", "join out one one", 4, "both hold transformer", make=one_made),
+    bad("join onto one of them", "join one one two --overwrite", 2, "holds the source", "another", make=two_made),
+    bad("join into one of them", "join one/out one two", 2, "would lie in one", make=two_made),
+    bad("join onto something", "join pipe one two --overwrite", 2, "was not written by aoquant", make=two_made),
+    bad("join flat folders", "join out one flat", 4, "by itself", make=two_made),
+    # push.
+    bad("push without a name", "push one", 2, "REPO_ID"),
+    bad("push to no name", ["push", "one", "a b/c"], 3, "'a b/c'", make=one_made),
+    bad("push to an address", "push one https://hub/acme/x", 3, "org/name", make=one_made),
+    bad("push to nobody's", "push one flux", 3, "'flux'", "org/flux", make=one_made),
+    bad("push without a token", "push one acme/flux", 3, "token", "hf auth login", make=one_made),
     # inspect.
     bad("inspect nothing", "inspect gone", 3, "gone", "does not exist"),
     bad("inspect no file", "inspect /dev/null", 3, "neither a folder nor a file"),
@@ -402,15 +453,18 @@ def nothing_heavy(tmp_path: Path) -> dict[str, str]:
     "argv",
     [
         "--help", "--version", "quantize --help", "configs", "configs --json", "models", "models --json",
-        "inspect m", "inspect m --json", "inspect m --layers", "quantize m --transformer int9wo",
-        "quantize ./gone --transformer int8wo", "quantize gone --transformer int8wo",
+        "inspect m", "inspect m --json", "inspect m --layers", "verify made", "verify made --json",
+        "join out made other", "quantize m --transformer int9wo", "quantize ./gone --transformer int8wo",
+        "quantize gone --transformer int8wo",
     ],
 )  # fmt: skip
 def test_light_commands_need_nothing_heavy_and_no_time(
     argv: str, nothing_heavy: dict[str, str], tmp_path: Path
 ) -> None:
     safe_component(tmp_path / "m", quantization_config=INT8WO)
-    command = [sys.executable, "-m", "aoquant", *argv.split()]
+    checkpoint(tmp_path / "made", "transformer")
+    checkpoint(tmp_path / "other", "vae")
+    command = [sys.executable, "-m", "aoquant", *argv.split(), *(["--overwrite"] if "join" in argv else [])]
     best_s = float("inf")
     for _ in range(15):  # a shared machine has slow moments; a heavy import would never get under the bound
         wall_s, cpu_s = time.perf_counter(), children_s()

@@ -108,7 +108,7 @@ def test_a_schema_is_one_and_closed(name: str) -> None:
         if "properties" in found:
             assert found["additionalProperties"] is False
     assert schema["properties"]["schema"] == {"const": f"aoquant.{name}/1"}
-    assert set(schema["properties"]) - set(schema["required"]) <= {"download_bytes"}
+    assert set(schema["properties"]) == set(schema["required"])
 
 
 def objects(schema: Any) -> Iterator[dict[str, Any]]:
