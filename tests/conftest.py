@@ -1,0 +1,8 @@
+"""What every test needs: that an interrupt is one, also where a shell ran pytest in the background and had it ignored."""
+
+from __future__ import annotations
+
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # children would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
