@@ -1,4 +1,4 @@
-"""What every test needs: that an interrupt is one, also where a shell ran pytest in the background and had it ignored."""
+"""What every test needs: that an interrupt is one, even where a shell had it ignored in the background."""
 
 from __future__ import annotations
 
