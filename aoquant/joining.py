@@ -22,7 +22,6 @@ SCHEMA = "aoquant.join/1"
 OnProgress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes that are done, bytes in all)."""
 
-_LINKED_FROM = 1_000_000  # bytes; people edit small files, and a link would change with the original
 _BLOCK_BYTES = 1 << 22
 
 
@@ -205,7 +204,7 @@ def _joined_manifest(parts: Sequence[_Part], files: Sequence[FileRecord]) -> Man
 
 def _links(part: _Part, file: FileRecord, place: Path) -> bool:
     """Whether a file can become a link, as far as that is known before it is tried."""
-    if file.num_bytes < _LINKED_FROM:
+    if file.num_bytes < output.LINKED_FROM:
         return False
     origin = part.folder / file.path
     above = next(folder for folder in Path(os.path.realpath(place)).parents if folder.is_dir())
@@ -216,10 +215,8 @@ def _put(part: _Part, file: FileRecord, staging: Path) -> bool:
     """Bring one file of a folder into `staging`. True if it has become a link."""
     origin, target = part.folder / file.path, staging / file.path
     target.parent.mkdir(parents=True, exist_ok=True)
-    if file.num_bytes >= _LINKED_FROM:
-        with contextlib.suppress(OSError):  # across file systems, or on one without hard links
-            os.link(origin.resolve(), target)
-            return True
+    if file.num_bytes >= output.LINKED_FROM and output.link(origin, target):
+        return True
     digest = hashlib.sha256()
     with origin.open("rb") as source, target.open("xb") as copy:
         while block := source.read(_BLOCK_BYTES):

@@ -19,6 +19,9 @@ from aoquant.errors import AoquantError, CheckpointError, ResourceError, UsageEr
 if sys.platform != "win32":
     import fcntl
 
+LINKED_FROM = 1_000_000
+"""Bytes from which on a file of another folder may become a hard link: small ones are there to be edited."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (
     errno.EACCES,
@@ -144,6 +147,15 @@ def same_disk(one: Path, other: Path) -> bool:
 
 def _existing(folder: Path) -> Path:
     return next(parent for parent in (_place(folder), *_place(folder).parents) if parent.is_dir())
+
+
+def link(origin: Path, target: Path) -> bool:
+    """Make `target` a hard link to `origin`, where that can be done. Nothing of aoquant's ever writes through one."""
+    try:
+        os.link(origin.resolve(), target)  # the Hub's cache keeps symbolic links to its blobs
+    except OSError:  # across file systems, or on one without hard links
+        return False
+    return True
 
 
 @contextlib.contextmanager

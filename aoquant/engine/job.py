@@ -34,7 +34,6 @@ from aoquant.errors import ResourceError, UnsafeError
 from aoquant.source import Source, open_component
 
 _NO_HASH = "0" * 64
-_LINKED_FROM = 1_000_000  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +261,7 @@ def _copies(source: Source, configs: Mapping[str, QuantConfig], folder: Path) ->
     can_link = source.cache is not None and output.same_disk(source.cache, folder)
     files = []
     for path, (origin, num_bytes) in sorted(source.other_files(quantized=tuple(configs)).items()):
-        linked = can_link and num_bytes >= _LINKED_FROM
+        linked = can_link and num_bytes >= output.LINKED_FROM
         files.append(OutputFile(path=path, num_bytes=num_bytes, kind="copy", origin=origin, linked=linked))
     return files
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -176,14 +175,14 @@ def _write_text(staging: Path, path: PurePosixPath, text: str, progress: _Progre
 
 
 def _copy(file: OutputFile, origin: Path, staging: Path, progress: _Progress) -> FileRecord:
-    """Copy a file, or link it if it may be linked and can be. Nothing is ever written through such a link."""
+    """Copy a file, or link it if it may be linked and can be."""
     target = staging / file.path
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     num_bytes = 0
     with _source(origin) as source, contextlib.ExitStack() as stack:
         copy = None
-        if not (file.linked and _link(origin, target)):
+        if not (file.linked and output.link(origin, target)):
             copy = stack.enter_context(target.open("xb"))
         while data := _read_some(source, origin):
             if copy is not None:
@@ -192,14 +191,6 @@ def _copy(file: OutputFile, origin: Path, staging: Path, progress: _Progress) ->
             num_bytes += len(data)
             progress.add(str(file.path), len(data))
     return FileRecord(path=file.path, num_bytes=num_bytes, sha256=digest.hexdigest())
-
-
-def _link(origin: Path, target: Path) -> bool:
-    try:
-        os.link(origin.resolve(), target)  # the cache keeps links to its blobs
-    except OSError:  # across file systems, or on one without hard links
-        return False
-    return True
 
 
 def _source(path: Path) -> BinaryIO:
