@@ -2,7 +2,7 @@
 #   demo        a small Flux pipeline: made, quantized, inspected, loaded, and a picture of the difference
 #   test        every test                      test-light  the torch-free half, on each Python 3.10 to 3.13 here
 #   check       format, lint, types; writes nothing        fix  what check would complain about and tools can mend
-#   bench       aoquant against the stock path, then a Linear in each form: needs 14 GB of disk and 9 GB of memory
+#   bench       aoquant against the stock path, a Linear in each form, loading: needs 14 GB of disk and 9 GB of memory
 
 PYTHON ?= python3
 VENV := .venv
@@ -47,6 +47,7 @@ fix: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/linear.py
+	$(BIN)/python benchmarks/loading.py
 
 clean:
 	rm -rf demo $(VENV) .venv-light-*
