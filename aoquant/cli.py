@@ -233,9 +233,10 @@ def generate(
     target = Path(output or f"{Path(folder).resolve().name}.{'gif' if loaded.is_video else 'png'}")
     pipelines.check_target(target, is_video=loaded.is_video, overwrite=overwrite)
     loaded.pipeline.set_progress_bar_config(disable=not console.is_live)
-    generated = pipelines.generate(
-        loaded, prompt, seed=seed, steps=steps, guidance=guidance, height=height, width=width, num_frames=num_frames
-    )
+    with console.library_talk():
+        generated = pipelines.generate(
+            loaded, prompt, seed=seed, steps=steps, guidance=guidance, height=height, width=width, num_frames=num_frames
+        )
     pipelines.save(generated, target, fps=fps)
     document = generated.to_json(loaded, target)
     console.result(document, lambda: generated_line(document))

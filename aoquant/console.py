@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import sys
 import threading
@@ -74,6 +75,17 @@ class Console:
     def is_live(self) -> bool:
         """Whether somebody watches, and wants to."""
         return not self._quiet and self._err.is_terminal
+
+    @contextlib.contextmanager
+    def library_talk(self) -> Iterator[None]:
+        """Where libraries may speak their mind on stderr: not in a quiet command."""
+        before = logging.root.manager.disable
+        if self._quiet:
+            logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
 
     def result(self, document: dict[str, Any], tables: Callable[[], RenderableType]) -> None:
         """The result: `document` as JSON, or `tables` for eyes."""

@@ -12,6 +12,7 @@ import os
 import secrets
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +185,8 @@ def generate(
         given["callback_on_step_end"] = _clock(loaded.device, ends)
     _reset_peak(loaded.device)
     start = time.perf_counter()
-    with _fitting(pipeline, loaded.device):
+    with _fitting(pipeline, loaded.device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.compile's, about its cache and its own parts
         try:
             result = pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(seed), **given)
         except ValueError as error:  # diffusers checks sizes and counts so
@@ -323,12 +325,12 @@ def _role(report: Report, index: Mapping[str, Any]) -> str:
 
 def _assemble(rest: Source, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Any:
     diffusers = libraries.load("diffusers")
-    # Not DiffusionPipeline: see Origin.pipeline_class.
-    pipeline_class: Any = getattr(diffusers, rest.pipeline_class or "", diffusers.DiffusionPipeline)
     options: dict[str, Any] = {"torch_dtype": dtype, "local_files_only": True}
     if rest.variant is not None:
         options["variant"] = rest.variant
     with libraries.quiet():
+        # Not DiffusionPipeline: see Origin.pipeline_class.
+        pipeline_class: Any = getattr(diffusers, rest.pipeline_class or "", diffusers.DiffusionPipeline)
         try:
             pipeline = pipeline_class.from_pretrained(str(rest.folder), **modules, **options)
         except Exception as error:

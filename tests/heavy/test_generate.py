@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,15 @@ def test_bad_input(
     lines = err.splitlines()
     assert lines[0].startswith("error: ") and lines[1].startswith("hint: ") and len(lines) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"there.png"} and Path("there.png").read_text() == "mine"
+
+
+def test_a_quiet_process_says_nothing_but_the_document(made: Made, tmp_path: Path) -> None:
+    source, folder = made("flux")
+    argv = arguments("flux", source, folder, tmp_path / "x.png", seed=0)
+    argv[argv.index("--height") + 1] = "17"  # diffusers warns that it will round
+    done = subprocess.run([sys.executable, "-m", "aoquant", *argv, "-q"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert schemas.validated(done.stdout, "generate")["height"] == 16
 
 
 def test_the_rest_of_a_local_pipeline_has_to_be_named(
