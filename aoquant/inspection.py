@@ -170,6 +170,7 @@ def _component(
         versions=_versions(config, block),
         other_values=contents.other_values if contents is not None else {},
         suspicious=_suspicious(contents),
+        named=contents.named if contents is not None else (),
         problems=tuple(problems),
     )
 
@@ -215,7 +216,8 @@ def _contents_problems(contents: WeightContents) -> list[Problem]:
     for path, named in contents.suspicious.items():
         shown = ", ".join(quoted(name, quote=False) for name in named[:8])
         more = f" and {len(named) - 8} more" if len(named) > 8 else ""
-        problems.append(Problem(severity="error", text=f"{path.name} would run code when unpickled: {shown}{more}"))
+        text = f"{path.name} would run code when unpickled: {shown}{more}"
+        problems.append(Problem(severity="error", text=text, is_unsafe=True))
     return problems
 
 

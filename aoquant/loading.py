@@ -8,26 +8,36 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from aoquant import unpickling
+from aoquant.checkpoint.files import read_json
+from aoquant.checkpoint.layout import CONFIG, locate_weights
 from aoquant.configs import parse_config
+from aoquant.engine import component as components
 from aoquant.engine import devices, libraries, support
 from aoquant.engine.formats import parts
-from aoquant.errors import CheckpointError, ResourceError, UsageError
+from aoquant.errors import CheckpointError, ResourceError, UnsafeError, UsageError
 from aoquant.inspection import inspect
 from aoquant.report import ComponentReport, Report
+from aoquant.source import ComponentSource
 
 SCHEMA = "aoquant.load/1"
+
+Unpickled = Literal["", "plain", "allow-listed", "trusted"]
+"""By torch's weights-only unpickler as it is; with harmless names added for the call; or without any check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """How one component loaded. weights: tensor class → number of parameters and buffers, those it computes with.
 
-    num_bytes: all storages. speed: what to expect of it on this device, in words; empty if the config is not known.
+    num_bytes: all storages. unpickled: how far its `.bin` was trusted; empty for safetensors. allowed: the harmless
+    globals that torch's allow-list lacked. speed: what to expect of it on this device, in words; empty if the config is
+    not known.
     """
 
     name: str
@@ -38,6 +48,8 @@ class LoadReport:
     weights: Mapping[str, int]
     num_bytes: int
     seconds: float
+    unpickled: Unpickled
+    allowed: tuple[str, ...]
     speed: str
 
     def to_json(self) -> dict[str, Any]:
@@ -50,6 +62,8 @@ class LoadReport:
             "weights": dict(self.weights),
             "memory_bytes": self.num_bytes,
             "seconds": round(self.seconds, 3),
+            "unpickled": self.unpickled,
+            "allowed": list(self.allowed),
             "speed": self.speed,
         }
 
@@ -70,10 +84,11 @@ def component_names(folder: str | Path) -> tuple[str, ...]:
     return tuple(component.name for component in _quantized(inspect(folder), folder))
 
 
-def load_component(folder: str | Path, name: str, *, device: str = "cpu") -> Loaded:
+def load_component(folder: str | Path, name: str, *, device: str = "cpu", trust_pickle: bool = False) -> Loaded:
     """Load one component onto `device`, in the dtype it was made in; int4wo as the class that computes there.
 
-    Nothing is unpickled but what torch's weights-only unpickler and torchao's own registrations allow. Raises
+    Nothing is unpickled but what torch's weights-only unpickler allows, and what of torch and torchao is known to be
+    harmless. trust_pickle: where that stops, unpickle without any check, which runs whatever the file says. Raises
     UsageError for a device or component that is not there; CheckpointError for a checkpoint that is damaged or does
     not load here; UnsafeError for a `.bin` that would run code; ResourceError if it does not fit the device.
     """
@@ -82,19 +97,21 @@ def load_component(folder: str | Path, name: str, *, device: str = "cpu") -> Loa
     found = {component.name: component for component in _quantized(report, folder)}
     if name not in found:
         raise UsageError(f"{folder} has no quantized component {name}", hint=f"it has {', '.join(found)}")
-    return _load(Path(folder), found[name], place)
+    return _load(Path(folder), found[name], place, trust_pickle=trust_pickle)
 
 
-def load_each(folder: str | Path, *, device: str = "cpu") -> Iterator[Loaded]:
+def load_each(folder: str | Path, *, device: str = "cpu", trust_pickle: bool = False) -> Iterator[Loaded]:
     """Load every quantized component of a folder in turn. One at a time stays in memory if the caller lets go of it."""
     place = devices.choose(device)
     report = inspect(folder)
-    report.refuse_unsafe()
+    if not trust_pickle:
+        for component in report.components:
+            _refuse_unsafe(component)
     for problem in report.problems:
         if problem.severity == "error":
             raise CheckpointError(problem.text, hint=f"`aoquant inspect {folder}` shows every problem")
     for component in _quantized(report, folder):
-        yield _load(Path(folder), component, place)
+        yield _load(Path(folder), component, place, trust_pickle=trust_pickle)
 
 
 def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
@@ -106,10 +123,9 @@ def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
     return found
 
 
-def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
-    _refuse_unsound(folder, report)
+def _load(folder: Path, report: ComponentReport, place: torch.device, *, trust_pickle: bool) -> Loaded:
+    _refuse_unsound(folder, report, trust_pickle=trust_pickle)
     dtype = dtype_of(report)
-    model_class: Any = libraries.find_class(_library(report), report.class_name)
     options: dict[str, Any] = {
         "torch_dtype" if report.library == "diffusers" else "dtype": dtype,
         "use_safetensors": report.format == "safetensors",
@@ -120,17 +136,10 @@ def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
         options["device_map"] = {"": place}
     start = time.perf_counter()
     with _fitting(report, place), libraries.quiet():
-        try:
-            module: nn.Module
-            module, info = model_class.from_pretrained(str(folder / report.name), **options)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"{_title(report)} does not load: {' '.join(str(error).split())[:200]}",
-                hint=f"it was made with {_versions(report)}; installed are {_installed(report)}",
-            ) from error
-        _check_loaded(report, module, missing=info["missing_keys"])
+        module, missing, added, unpickled = _module(folder, report, options, dtype, trust_pickle=trust_pickle)
+        if unpickled == "trusted":
+            module = module.to(place)
+        _check_loaded(report, module, missing=missing)
         from aoquant import int4  # torchao is talkative when it is first imported
 
         int4.to_runnable(module)
@@ -146,9 +155,72 @@ def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
             weights=Counter(_kind(tensor) for tensor in tensors),
             num_bytes=storage_bytes(tensors),
             seconds=time.perf_counter() - start,
+            unpickled=unpickled,
+            allowed=tuple(added),
             speed=_speed(report, place),
         ),
     )
+
+
+def _module(
+    folder: Path, report: ComponentReport, options: Mapping[str, Any], dtype: torch.dtype, *, trust_pickle: bool
+) -> tuple[nn.Module, Collection[str], list[str], Unpickled]:
+    """The module by the safest way there is: it, the names that were not filled, what was allow-listed, and the way."""
+    if not report.suspicious:  # else it is trusted, or it was refused
+        try:
+            module, missing, added = _from_pretrained(folder, report, options)
+        except UnsafeError:
+            if not trust_pickle:
+                raise
+        else:
+            return (
+                module,
+                missing,
+                added,
+                "" if report.format == "safetensors" else "allow-listed" if added else "plain",
+            )
+    return _trusted(folder, report, dtype), (), [], "trusted"
+
+
+def _from_pretrained(
+    folder: Path, report: ComponentReport, options: Mapping[str, Any]
+) -> tuple[nn.Module, Collection[str], list[str]]:
+    """The module, the names that it could not fill, and what torch's allow-list lacked."""
+    model_class: Any = libraries.find_class(_library(report), report.class_name)
+    with unpickling.allowed(report.named) as added:
+        try:
+            module, info = model_class.from_pretrained(str(folder / report.name), **options)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if stopped := unpickling.blocked(error):
+                raise UnsafeError(
+                    f"{_title(report)}: torch {torch.__version__} does not unpickle {stopped} safely",
+                    hint=f"a newer torch may; {unpickling.TRUST_HINT}",
+                ) from error
+            raise CheckpointError(
+                f"{_title(report)} does not load: {' '.join(str(error).split())[:200]}",
+                hint=f"it was made with {_versions(report)}; installed are {_installed(report)}",
+            ) from error
+    return module, info["missing_keys"], added
+
+
+def _trusted(folder: Path, report: ComponentReport, dtype: torch.dtype) -> nn.Module:
+    """The component without its library's loader: built empty, and given what unpickling its files makes."""
+    where = folder / report.name
+    weights = locate_weights(where).weights
+    config = read_json(where / CONFIG)
+    config.pop("quantization_config", None)
+    source = ComponentSource(
+        name=report.name,
+        folder=where,
+        library=_library(report),
+        class_name=report.class_name,
+        config=config,
+        weights=weights,
+    )
+    component = components.build(source, report.entries, sharded=len(weights.files) > 1, dtype=dtype)
+    return components.assemble(component, unpickling.load_trusted(weights.files))
 
 
 def _speed(report: ComponentReport, place: torch.device) -> str:
@@ -170,10 +242,18 @@ def _fitting(report: ComponentReport, place: torch.device) -> Iterator[None]:
         ) from error
 
 
-def _refuse_unsound(folder: Path, report: ComponentReport) -> None:
-    report.refuse_unsafe()
+def _refuse_unsafe(report: ComponentReport) -> None:
+    try:
+        report.refuse_unsafe()
+    except UnsafeError as error:
+        raise UnsafeError(error.message, hint=f"{error.hint}; {unpickling.TRUST_HINT}") from error
+
+
+def _refuse_unsound(folder: Path, report: ComponentReport, *, trust_pickle: bool) -> None:
+    if not trust_pickle:
+        _refuse_unsafe(report)
     for problem in report.problems:
-        if problem.severity == "error":
+        if problem.severity == "error" and not problem.is_unsafe:
             raise CheckpointError(
                 f"{_title(report)}: {problem.text}", hint=f"`aoquant inspect {folder}` shows every problem"
             )

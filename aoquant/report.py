@@ -18,10 +18,14 @@ Kind = Literal["pipeline", "component", "checkpoint", "file"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something wrong: an `error` keeps the checkpoint from loading right, a `warning` need not."""
+    """Something wrong: an `error` keeps the checkpoint from loading right, a `warning` need not.
+
+    is_unsafe: what is wrong is that a file would run code.
+    """
 
     severity: Severity
     text: str
+    is_unsafe: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,7 @@ class ComponentReport:
 
     Tensors that share their bytes count once: `tied` maps the other names to the one that counts. versions:
     of what wrote it, as its files tell. other_values: names in a `.bin` that hold no tensor. suspicious: what
-    its `.bin` files would import and may run when unpickled.
+    its `.bin` files would import and may run when unpickled. named: every global that they name.
     """
 
     name: str
@@ -67,6 +71,7 @@ class ComponentReport:
     versions: Mapping[str, str]
     other_values: Mapping[str, str]
     suspicious: tuple[str, ...]
+    named: tuple[str, ...]
     problems: tuple[Problem, ...]
 
     @property

@@ -94,12 +94,13 @@ class PickleContents:
     """What a `.bin` file holds. entries: its tensors, in the order of the state dict.
 
     suspicious: `module.name` of every global that is none of torch's, torchao's or Python's known harmless
-    ones: unpickling would import, and may run it. other_values: names that hold no tensor data → what they
-    hold.
+    ones: unpickling would import, and may run it. named: every global of the pickle. other_values: names that hold
+    no tensor data → what they hold.
     """
 
     entries: Mapping[str, Entry]
     suspicious: tuple[str, ...]
+    named: tuple[str, ...]
     other_values: Mapping[str, str]
     file_bytes: int
 
@@ -117,7 +118,13 @@ def read_pickle_file(path: Path, *, opener: Opener = open_file) -> PickleContent
         suspicious = tuple(sorted({g.path + (" (changed)" if g.changed else "") for g in named if _is_odd(g)}))
         reader = _Reader(path, archive)
         entries, other_values = reader.state_dict(root)
-    return PickleContents(entries=entries, suspicious=suspicious, other_values=other_values, file_bytes=num_bytes)
+    return PickleContents(
+        entries=entries,
+        suspicious=suspicious,
+        named=tuple(sorted(g.path for g in named)),
+        other_values=other_values,
+        file_bytes=num_bytes,
+    )
 
 
 def _check_start(path: Path, head: bytes) -> None:

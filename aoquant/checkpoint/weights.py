@@ -24,14 +24,15 @@ class WeightContents:
     """What a component's weight files hold together.
 
     entries: by name, file after file, in the order of each. metadata: that of the safetensors headers,
-    merged. suspicious: `.bin` file → what unpickling it would import and may run. other_values: names in a
-    `.bin` that hold no tensor → what they hold. status: one for each file. problems: a line each; sound
-    weights have none. hint: what to do about the first problem.
+    merged. suspicious: `.bin` file → what unpickling it would import and may run. named: every global that a `.bin`
+    names. other_values: names in a `.bin` that hold no tensor → what they hold. status: one for each file.
+    problems: a line each; sound weights have none. hint: what to do about the first problem.
     """
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
     suspicious: Mapping[Path, tuple[str, ...]]
+    named: tuple[str, ...]
     other_values: Mapping[str, str]
     status: Mapping[Path, FileStatus]
     problems: tuple[str, ...]
@@ -56,6 +57,7 @@ class _File:
     entries: Mapping[str, Entry] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     suspicious: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
     other_values: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -87,6 +89,7 @@ def read_weights(files: WeightFiles, *, opener: Opener = open_file) -> WeightCon
         entries=entries,
         metadata=metadata,
         suspicious={file.path: file.suspicious for file in read if file.suspicious},
+        named=tuple(sorted({name for file in read for name in file.named})),
         other_values={name: what for file in read for name, what in file.other_values.items()},
         status={file.path: file.status for file in read},
         problems=tuple(problems),
@@ -102,6 +105,7 @@ def _read(path: Path, format_: Format, opener: Opener) -> _File:
                 path=path,
                 entries=contents.entries,
                 suspicious=contents.suspicious,
+                named=contents.named,
                 other_values=contents.other_values,
             )
         header = read_header(path, allow_truncated=True, opener=opener)

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -146,6 +146,41 @@ def load_whole(component: Component, *, variant: str | None) -> dict[str, torch.
         except Exception as error:
             raise CheckpointError(f"{_title(source)}: {source.library} cannot load it: {_one_line(error)}") from error
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def assemble(component: Component, state: Mapping[str, Any]) -> nn.Module:
+    """A module of the component's class whose tensors are those of `state` (stored name → tensor): none copied or cast.
+
+    It is built as the stock loaders build it, with storage for nothing but buffers that no checkpoint holds. Raises
+    CheckpointError if `state` does not fill it, or the library would change tensors on the way.
+    """
+    from accelerate import init_empty_weights
+
+    source = component.source
+    if component.whole_reason:
+        raise CheckpointError(
+            f"{_title(source)} cannot be put together by hand: {component.whole_reason}", hint="ask for safetensors"
+        )
+    model_class: Any = libraries.find_class(source.library, source.class_name)
+    with libraries.quiet(), _default_dtype(component.dtype), init_empty_weights(include_buffers=False):
+        if source.library == "diffusers":
+            module: Any = _remapped(model_class, source).from_config(dict(source.config))
+        else:
+            config = model_class.config_class.from_pretrained(str(source.folder), local_files_only=True)
+            module = model_class._from_config(config, dtype=component.dtype)
+    module.requires_grad_(False)  # else torch refuses integers for what would want gradients
+    filled = {component.renames[name]: tensor for name, tensor in state.items() if name in component.renames}
+    filled |= {name: filled[kept] for name, kept in component.tied.items() if kept in filled}
+    try:
+        module.load_state_dict(filled, strict=True, assign=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{_title(source)} does not take its tensors: {_one_line(error)}",
+            hint="config.json and the weights do not belong together",
+        ) from error
+    if component.tied:
+        module.tie_weights()
+    return cast(nn.Module, module.eval())
 
 
 def config_text(component: Component, quantization: Any, *, kept: Sequence[str]) -> str:
