@@ -1,15 +1,17 @@
 # Everything a person needs; each verb sets up what it uses.
 #   demo        a small Flux pipeline: made, quantized, inspected, loaded, and a picture of the difference
 #   test        every test                      test-light  the torch-free half, on each Python 3.10 to 3.13 here
+#   test-legacy what an old stack can do: torch 2.6, torchao 0.15 in .venv-legacy; needs 12 GB of disk the first time
 #   check       format, lint, types; writes nothing        fix  what check would complain about and tools can mend
 #   bench       aoquant against the stock path, a Linear in each form, loading: needs 14 GB of disk and 9 GB of memory
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LEGACY := .venv-legacy
 SOURCES := aoquant tests examples benchmarks
 
-.PHONY: demo test test-light check fix bench clean
+.PHONY: demo test test-light test-legacy check fix bench clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -35,6 +37,15 @@ test: $(VENV)/.ready
 test-light:
 	sh tests/light/each_python.sh
 
+$(LEGACY)/.ready: pyproject.toml constraints-legacy.txt
+	$(PYTHON) -m venv $(LEGACY)
+	$(LEGACY)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(LEGACY)/bin/python -m pip install --quiet --constraint constraints-legacy.txt --editable . --group light
+	touch $@
+
+test-legacy: $(LEGACY)/.ready
+	$(LEGACY)/bin/python -m pytest tests/legacy tests/heavy/test_unpickling.py
+
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
@@ -50,4 +61,4 @@ bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/loading.py
 
 clean:
-	rm -rf demo $(VENV) .venv-light-*
+	rm -rf demo $(VENV) $(LEGACY) .venv-light-*

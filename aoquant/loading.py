@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from aoquant import unpickling
+from aoquant import unpickling, versions
 from aoquant.checkpoint.files import read_json
 from aoquant.checkpoint.layout import CONFIG, locate_weights
 from aoquant.configs import parse_config
@@ -97,7 +97,7 @@ def load_component(folder: str | Path, name: str, *, device: str = "cpu", trust_
     found = {component.name: component for component in _quantized(report, folder)}
     if name not in found:
         raise UsageError(f"{folder} has no quantized component {name}", hint=f"it has {', '.join(found)}")
-    return _load(Path(folder), found[name], place, trust_pickle=trust_pickle)
+    return _load(Path(folder), found[name], place, report.versions, trust_pickle=trust_pickle)
 
 
 def load_each(folder: str | Path, *, device: str = "cpu", trust_pickle: bool = False) -> Iterator[Loaded]:
@@ -111,7 +111,7 @@ def load_each(folder: str | Path, *, device: str = "cpu", trust_pickle: bool = F
         if problem.severity == "error":
             raise CheckpointError(problem.text, hint=f"`aoquant inspect {folder}` shows every problem")
     for component in _quantized(report, folder):
-        yield _load(Path(folder), component, place, trust_pickle=trust_pickle)
+        yield _load(Path(folder), component, place, report.versions, trust_pickle=trust_pickle)
 
 
 def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
@@ -123,9 +123,13 @@ def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
     return found
 
 
-def _load(folder: Path, report: ComponentReport, place: torch.device, *, trust_pickle: bool) -> Loaded:
+def _load(
+    folder: Path, report: ComponentReport, place: torch.device, writers: Mapping[str, str], *, trust_pickle: bool
+) -> Loaded:
     _refuse_unsound(folder, report, trust_pickle=trust_pickle)
+    versions.refuse_others(folder, report, writers)
     dtype = dtype_of(report)
+    libraries.find_class(_library(report), report.class_name)  # outside `quiet`, which stops bars of what is imported
     options: dict[str, Any] = {
         "torch_dtype" if report.library == "diffusers" else "dtype": dtype,
         "use_safetensors": report.format == "safetensors",
@@ -139,6 +143,7 @@ def _load(folder: Path, report: ComponentReport, place: torch.device, *, trust_p
         module, missing, added, unpickled = _module(folder, report, options, dtype, trust_pickle=trust_pickle)
         if unpickled == "trusted":
             module = module.to(place)
+        _refuse_incomplete(folder, report, writers, module)
         _check_loaded(report, module, missing=missing)
         from aoquant import int4  # torchao is talkative when it is first imported
 
@@ -257,6 +262,14 @@ def _refuse_unsound(folder: Path, report: ComponentReport, *, trust_pickle: bool
             raise CheckpointError(
                 f"{_title(report)}: {problem.text}", hint=f"`aoquant inspect {folder}` shows every problem"
             )
+
+
+def _refuse_incomplete(folder: Path, report: ComponentReport, writers: Mapping[str, str], module: nn.Module) -> None:
+    """A `.bin` gives tensors the attributes that their class had when it was written."""
+    for name, tensor in module.state_dict().items():
+        if lacking := versions.lacks(_plain(tensor)):
+            fault = f"{name} has no {lacking}, unlike the {_kind(tensor)} of the torchao here"
+            raise versions.misfit(folder, report, writers, fault)
 
 
 def _check_loaded(report: ComponentReport, module: nn.Module, *, missing: Collection[str]) -> None:

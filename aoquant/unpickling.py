@@ -59,7 +59,7 @@ def missing(named: Iterable[str]) -> list[str]:
 def allowed(named: Iterable[str]) -> Iterator[list[str]]:
     """Let the weights-only unpickler make what of `named` is harmless; gives what had to be added for that."""
     known = _allowed_already()
-    added = {path: thing for path in named if path not in known and (thing := _data(path)) is not None}
+    added = {path: thing for path in named if path not in known and (thing := data(path)) is not None}
     with torch.serialization.safe_globals(_as_torch_takes_them(added)):
         yield list(added)
 
@@ -76,6 +76,14 @@ def _as_torch_takes_them(added: Mapping[str, Any]) -> list[Any]:
     if torch.__version__ >= torch.torch_version.TorchVersion("2.6"):
         return [(thing, path) for path, thing in added.items()]
     return [thing for path, thing in added.items() if f"{thing.__module__}.{getattr(thing, '__name__', '')}" == path]
+
+
+def data(path: str) -> Any:
+    """The dtype or class at `path` if it is here, and data and nothing else; else None."""
+    try:
+        return _data(path)
+    except _MissingError:
+        return None
 
 
 def _data(path: str) -> Any:

@@ -56,13 +56,14 @@ class ConfigBlock:
     """A quantization_config. method: `torchao`, `bitsandbytes` …. text: the whole of it, readable.
 
     types: the torchao configs in it, one but for a FqnToConfig. version: torchao's version of the config's
-    own format, empty if there is none.
+    own format, empty if there is none. legacy_name: what older diffusers wrote instead, such as `int8wo`.
     """
 
     method: str
     text: str
     types: tuple[str, ...]
     version: str
+    legacy_name: str = ""
 
 
 def read_config_block(config: Mapping[str, Any]) -> ConfigBlock | None:
@@ -84,6 +85,7 @@ def read_config_block(config: Mapping[str, Any]) -> ConfigBlock | None:
             text=f"torchao {quoted(quant_type)} (as older diffusers wrote it)",
             types=(),
             version="",
+            legacy_name=quoted(quant_type, quote=False),
         )
     default = quant_type.get("default") if isinstance(quant_type, dict) else None
     if not isinstance(default, dict) or not isinstance(default.get("_type"), str):

@@ -14,6 +14,9 @@ LOW_BIT = "LowBitTensor"
 LOW_BIT_MODULE = "aoquant.lowbit"
 """What has to be imported before anything loads such a tensor."""
 
+LEGACY_KINDS = frozenset({"AffineQuantizedTensor", "LinearActivationQuantizedTensor"})
+"""The `kind`s of torchao's first tensor classes, gone in 0.18."""
+
 # torch's dtype names → bytes per element. Sub-byte integers (torch.int4 …) are only ever attributes, never stored.
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,

@@ -30,7 +30,7 @@ from aoquant.engine import libraries
 from aoquant.engine.blocks import working_bytes
 from aoquant.engine.formats import Format
 from aoquant.engine.plan import ComponentPlan, SkipPatterns, plan_component
-from aoquant.errors import ResourceError, UnsafeError
+from aoquant.errors import ResourceError, UnsafeError, UsageError
 from aoquant.source import Source, open_component
 
 _NO_HASH = "0" * 64
@@ -169,6 +169,11 @@ def make_plan(
 
     Reads configs and headers, no weights.
     """
+    if format == "safetensors" and not libraries.has_safetensors():
+        raise UsageError(
+            f"torchao {libraries.versions()['torchao']} writes no safetensors that diffusers loads again",
+            hint="leave out --format safetensors, or pip install 'torchao>=0.16'",
+        )
     patterns = SkipPatterns(skip, components=tuple(configs))
     plans = []
     for name, config in configs.items():

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from types import ModuleType
 from typing import Any, Literal
@@ -81,6 +81,27 @@ def versions() -> dict[str, str]:
     """Versions of everything that shapes a checkpoint, as the manifest records them."""
     names = ("torch", "torchao", "diffusers", "transformers", "safetensors")
     return {name: metadata.version(name) for name in names}
+
+
+@functools.cache
+def has_safetensors() -> bool:
+    """Whether the installed torchao reads and writes safetensors that stock loaders take: from 0.16 on."""
+    return "Int8Tensor" in safetensors_classes()
+
+
+def safetensors_classes() -> Mapping[str, type]:
+    """Name → class of what torchao makes from safetensors."""
+    load("torchao.quantization")
+    with quiet():
+        known = importlib.import_module("torchao.prototype.safetensors.safetensors_utils")
+    classes: Mapping[str, type] = known.ALLOWED_CLASSES
+    return classes
+
+
+def config_modules() -> list[str]:
+    """The modules in which torchao looks up what a config.json names."""
+    load("torchao.quantization")
+    return sorted(importlib.import_module("torchao.core.config").ALLOWED_AO_MODULES)
 
 
 def find_class(library: Library, class_name: str) -> type:

@@ -84,7 +84,10 @@ def stock_config(config: QuantConfig) -> Any:
     libraries.load("torchao.quantization")
     module, _, name = config.torchao.rpartition(".")
     config_class = getattr(importlib.import_module(module), name)
-    return config_class(**_ARGUMENTS[config.row.family](config))
+    arguments = _ARGUMENTS[config.row.family](config)
+    if config.row.family == "int8" and config_class.version == 1:
+        arguments["version"] = 2  # torchao 0.15 makes Int8Tensor only when asked to
+    return config_class(**arguments)
 
 
 def _through_torchao(stock: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -174,8 +177,20 @@ def _int8_arguments(config: QuantConfig) -> dict[str, Any]:
 
 
 def _int8(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
-    """Symmetric, scale = max|w| / 127.5 in the weight's dtype, kept as float32."""
+    """Symmetric, scale = max|w| / 127.5 in the weight's dtype, kept as float32.
+
+    torchao 0.15 keeps it in that dtype, as [N, 1], and no zero point. What it quantizes itself has no scale below 1/128
+    in bfloat16, far above those of most weights; here the numbers are those of later versions.
+    """
     stock = stock_config(config)
+    from torchao.quantization.quantize_.workflows import Int8Tensor
+
+    has_zero_point = "zero_point" in getattr(Int8Tensor, "optional_tensor_data_names", ())
+    if config.group_size and not has_zero_point:
+        raise UsageError(
+            f"{config}: torchao {libraries.versions()['torchao']} scales int8 by the row only",
+            hint="write int8wo, or pip install -U torchao",
+        )
 
     def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, _peak: torch.Tensor | None) -> Parts:
         scale = (
@@ -186,6 +201,8 @@ def _int8(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
         values = _grouped(_in_float32(block, scratch), config.group_size)
         out.view(torch.int8).view(values.shape).copy_(values.mul_(1.0 / scale).round_().clamp_(-128, 127))
         scale = scale.squeeze(-1)
+        if not has_zero_point:
+            return {"scale": scale.to(block.dtype)}
         return {"scale": scale, "zero_point": torch.zeros_like(scale, dtype=torch.int8)}
 
     return Kernel(stock=stock, outline=_through_torchao(stock), rows=rows, refusal=_refuse_group(config.group_size))

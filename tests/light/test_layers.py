@@ -18,7 +18,17 @@ import aoquant
 
 PACKAGE = Path(aoquant.__file__).parent
 HEAVY = {"torch", "torchao", "diffusers", "transformers", "accelerate", "safetensors", "numpy"}
-MAY_BE_HEAVY = {"lowbit", "int4", "engine", "unpickling", "loading", "pipelines", "environment", "benchmarking"}
+MAY_BE_HEAVY = {
+    "lowbit",
+    "int4",
+    "engine",
+    "unpickling",
+    "versions",
+    "loading",
+    "pipelines",
+    "environment",
+    "benchmarking",
+}
 
 # From the bottom up. What stands in one line may not import each other, but for the modules of one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -32,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("int4",),
     ("engine",),
     ("unpickling",),
+    ("versions",),
     ("loading",),
     ("pipelines", "environment"),
     ("benchmarking",),
