@@ -23,6 +23,8 @@ from aoquant.engine import libraries
 from aoquant.errors import CheckpointError
 from aoquant.report import ComponentReport
 
+# In torchao 0.15 the default of both is 1.
+_MADE_WHEN_ASKED = {"Int8WeightOnlyConfig": 2, "Int8DynamicActivationInt8WeightConfig": 2}
 _PROTOCOL = (
     "tensor_data_names", "tensor_attribute_names", "optional_tensor_data_names", "optional_tensor_attribute_names"
 )  # fmt: skip
@@ -98,7 +100,7 @@ def _config_faults(block: Mapping[str, Any]) -> Iterator[str]:
         if found is None:
             yield f"{CONFIG} names {quoted(name)}, which is not in the torchao here"
             continue
-        newest = getattr(found, "version", 1)
+        newest = max(getattr(found, "version", 1), _MADE_WHEN_ASKED.get(name, 1))
         if type(version) is not int or not hasattr(found, "version") or version == newest:
             continue
         if version > newest:

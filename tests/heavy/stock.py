@@ -68,9 +68,10 @@ def stock_config(config_text: str) -> AOBaseConfig:
     name, size = _split(config_text)
     match name:
         case "int8wo":
-            return Int8WeightOnlyConfig(granularity=PerGroup(size)) if size else Int8WeightOnlyConfig()
+            granularity = PerGroup(size) if size else PerRow()
+            return Int8WeightOnlyConfig(granularity=granularity, version=2)  # torchao 0.15 would take 1
         case "int8dq":
-            return Int8DynamicActivationInt8WeightConfig()
+            return Int8DynamicActivationInt8WeightConfig(version=2)
         case "fp8wo":
             return Float8WeightOnlyConfig()
         case "fp8wo:dtype=e5m2":
