@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from aoquant.api import inspect, join, load, load_pipeline, plan, push, quantize, verify
+    from aoquant.api import inspect, join, load, load_pipeline, plan, push, quantize, upgrade, verify
     from aoquant.errors import (
         AoquantError,
         CheckpointError,
@@ -41,6 +41,7 @@ __all__ = [
     "plan",
     "push",
     "quantize",
+    "upgrade",
     "verify",
 ]
 

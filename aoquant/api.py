@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aoquant.engine.run import Result
     from aoquant.inspection import Report
     from aoquant.joining import Joined
+    from aoquant.upgrading import Upgraded
     from aoquant.upload import Pushed
     from aoquant.verification import Verification
 
@@ -105,6 +106,16 @@ def load_pipeline(
     loaded = pipelines.load(folder, device=device, offload=offload, compile=compile, source=source, offline=offline)
     pipeline: DiffusionPipeline = loaded.pipeline
     return pipeline
+
+
+def upgrade(folder: str | Path, output: str | Path | None = None, *, overwrite: bool = False) -> Upgraded:
+    """Write a checkpoint of torchao's earlier tensor classes anew in today's, its values bit by bit the same.
+
+    output: default `FOLDER-upgraded`. The original model is not needed. Raises as `aoquant.upgrading.upgrade`.
+    """
+    from aoquant import upgrading
+
+    return upgrading.upgrade(folder, output, overwrite=overwrite)
 
 
 def verify(folder: str | Path, *, on_progress: OnProgress | None = None) -> Verification:

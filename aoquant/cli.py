@@ -267,6 +267,24 @@ def verify(folder: Folder, json: Json = False, quiet: Quiet = False) -> None:
     found.require_sound()
 
 
+@app.command(help="Write a checkpoint of earlier versions anew in today's tensor classes, with the same values.")
+def upgrade(
+    folder: Folder,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Folder to write. [default: FOLDER-upgraded]")
+    ] = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from aoquant import upgrading
+    from aoquant.tables import upgraded_table
+
+    console = Console(as_json=json, quiet=quiet)
+    upgraded = upgrading.upgrade(folder, output, overwrite=overwrite)
+    console.result(upgraded.to_json(), lambda: upgraded_table(upgraded))
+
+
 @app.command(help="Merge folders of different components of one pipeline, such as several machines made.")
 def join(
     output: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],

@@ -280,7 +280,7 @@ def _check_loaded(report: ComponentReport, module: nn.Module, *, missing: Collec
             f"{_title(report)}: {len(unfilled)} tensors were not filled, first {unfilled[0]}",
             hint="config.json and the weights do not belong together",
         )
-    quantized = {name for name, tensor in module.state_dict().items() if len(parts(_plain(tensor))) > 1}
+    quantized = {name for name, tensor in module.state_dict().items() if type(_plain(tensor)) is not torch.Tensor}
     stored = sum(not entry.is_plain for entry in report.entries.values())
     if len(quantized) != stored:
         raise CheckpointError(
@@ -300,10 +300,19 @@ def _kind(tensor: torch.Tensor) -> str:
 def storage_bytes(tensors: list[torch.Tensor]) -> int:
     storages = {}
     for tensor in tensors:
-        for part in parts(_plain(tensor)).values():
+        for part in _leaves(_plain(tensor)):
             storage = part.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that make up `tensor`, whose parts may be made up of others (torchao 0.15)."""
+    if type(tensor) is torch.Tensor:
+        yield tensor
+        return
+    for part in parts(tensor).values():
+        yield from _leaves(part)
 
 
 def dtype_of(report: ComponentReport) -> torch.dtype:

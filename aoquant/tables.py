@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from aoquant.joining import Joined
     from aoquant.loading import LoadReport
     from aoquant.report import ComponentReport, Report
+    from aoquant.upgrading import Upgraded
     from aoquant.verification import Verification
 
 
@@ -240,6 +241,14 @@ def loaded_tables(loaded: Sequence[LoadReport]) -> RenderableType:
             size(component.num_bytes), f"{component.seconds:.2f}", component.speed,
         ))  # fmt: skip
     return _Shrinking(columns=columns, rows=rows, optional=("class", "dtype"))
+
+
+def upgraded_table(upgraded: Upgraded) -> RenderableType:
+    """A row for each component that was written anew, and where."""
+    table = _table("component", "class", "config", ">upgraded")
+    for name, class_name, config, count in upgraded.components:
+        table.add_row(_cell(name or "(root)"), _cell(class_name), config, str(count))
+    return Group(table, Text(f"{upgraded.output}: every value is as it was"))
 
 
 def bench_table(document: Mapping[str, Any]) -> RenderableType:

@@ -47,7 +47,7 @@ def misfit(folder: Path, report: ComponentReport, writers: Mapping[str, str], fa
     ways = [f"`aoquant quantize` the original model again with torchao {_installed()}"]
     if "torchao" in writers and writers["torchao"] != _installed():
         ways.append(f"pip install 'torchao=={writers['torchao']}'")
-    if upgradable(report):
+    if upgradable(report) or report.config_name:  # of the latter only config.json may be old
         ways.insert(0, f"`aoquant upgrade {folder}` rewrites it where every value carries over")
     return CheckpointError(
         f"{report.name or report.class_name}: {fault} (written by {by or 'unknown versions'}; "

@@ -50,6 +50,9 @@ _PLAIN_TYPES = (
     "set", "frozenset", "bytearray", "complex", "int", "float", "bool", "list", "dict", "tuple", "slice"
 )  # fmt: skip
 
+# What torchao to 0.15 names in int8dq weights, to be called with activations. It takes and gives tensors.
+_ACTIVATION_FUNCTIONS = ("_int8_asymm_per_token_quant", "_int8_symm_per_token_reduced_range_quant")
+
 # Everything that a stream may name without being suspected. Exact names within torch, because torch also
 # holds functions that run code (`torch.hub.load`, `torch.storage._load_from_bytes`, …) and scanners that
 # trusted the package were led round by them. Within torchao only names shaped like its data classes.
@@ -58,6 +61,7 @@ _HARMLESS = frozenset({
     "torch.Tensor", "torch.Size", "torch.device", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
     "torch.serialization._get_layout",
     "collections.OrderedDict", "collections.defaultdict", "collections.Counter", "_codecs.encode",
+    *(f"torchao.quantization.quant_api.{name}" for name in _ACTIVATION_FUNCTIONS),
     *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in _PLAIN_TYPES),
     *(f"torch.{dtype}" for dtype in ITEM_BYTES),
     *(f"{module}.{name}" for module in _STORAGE_MODULES for name in _STORAGES),

@@ -19,16 +19,9 @@ import aoquant
 PACKAGE = Path(aoquant.__file__).parent
 HEAVY = {"torch", "torchao", "diffusers", "transformers", "accelerate", "safetensors", "numpy"}
 MAY_BE_HEAVY = {
-    "lowbit",
-    "int4",
-    "engine",
-    "unpickling",
-    "versions",
-    "loading",
-    "pipelines",
-    "environment",
+    "lowbit", "int4", "engine", "unpickling", "versions", "loading", "upgrading", "pipelines", "environment",
     "benchmarking",
-}
+}  # fmt: skip
 
 # From the bottom up. What stands in one line may not import each other, but for the modules of one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -43,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("unpickling",),
     ("versions",),
-    ("loading",),
+    ("loading", "upgrading"),
     ("pipelines", "environment"),
     ("benchmarking",),
     ("api",),
@@ -204,7 +197,7 @@ def test_only_the_console_prints() -> None:
 def test_the_public_surface_is_exactly_all() -> None:
     assert dir(aoquant) == sorted(aoquant.__all__) == aoquant.__all__
     assert {name for name in aoquant.__all__ if inspect.isfunction(getattr(aoquant, name))} == {
-        "inspect", "join", "load", "load_pipeline", "plan", "push", "quantize", "verify",
+        "inspect", "join", "load", "load_pipeline", "plan", "push", "quantize", "upgrade", "verify",
     }  # fmt: skip
     namespace: dict[str, object] = {}
     exec("from aoquant import *", namespace)

@@ -1,0 +1,369 @@
+"""A checkpoint of torchao's earlier tensor classes → the same values in today's, without the original model.
+
+Nothing is unpickled: the files are read as `inspect` reads them, and every weight is written anew. A weight is carried
+over only if it dequantizes to the same bits as its old class said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+import aoquant
+from aoquant import output, versions
+from aoquant.checkpoint.config_block import read_config_block
+from aoquant.checkpoint.files import quoted, read_json
+from aoquant.checkpoint.layout import CONFIG, locate_weights
+from aoquant.checkpoint.manifest import CARD, MANIFEST, FileRecord, Manifest, model_card, parse_manifest
+from aoquant.checkpoint.tensors import Entry, StoredTensor
+from aoquant.configs import parse_config
+from aoquant.engine import libraries
+from aoquant.engine.formats import parts
+from aoquant.engine.quantize import Kernel, kernel_for
+from aoquant.errors import AoquantError, CheckpointError, UsageError
+from aoquant.inspection import inspect
+from aoquant.report import ComponentReport, Report
+
+SCHEMA = "aoquant.upgrade/1"
+
+_AGAIN = "`aoquant quantize` the original model again"
+# torchao's own packing of X bits: (attribute, bits, their place in the value). Along a row, in 8 / bits runs.
+_SHARDS: Mapping[int, tuple[tuple[str, int, int], ...]] = {
+    1: (("int1_shard", 1, 0),),
+    2: (("int2_shard", 2, 0),),
+    3: (("int2_shard", 2, 0), ("int1_shard", 1, 2)),
+    4: (("int4_shard", 4, 0),),
+    5: (("int4_shard", 4, 0), ("int1_shard", 1, 4)),
+    6: (("int4_shard", 4, 0), ("int2_shard", 2, 4)),
+    7: (("int4_shard", 4, 0), ("int2_shard", 2, 4), ("int1_shard", 1, 6)),
+}
+# Activations to int8 per token, symmetric: as today's int8dq, but from -127, not -128, on.
+_SYMMETRIC = "_int8_symm_per_token_reduced_range_quant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upgraded:
+    """A finished upgrade. components: (name, class, config, number of weights in a new class)."""
+
+    folder: Path
+    output: Path
+    components: tuple[tuple[str, str, str, int], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "folder": self.folder.as_posix(),
+            "output": self.output.as_posix(),
+            "components": [
+                {"name": name, "class": class_name, "config": config, "upgraded": count}
+                for name, class_name, config, count in self.components
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Carried:
+    """A weight on its way: the config that makes such weights today, its class's parts, and what it means."""
+
+    config: str
+    parts: Mapping[str, torch.Tensor]
+    values: torch.Tensor
+
+
+def upgrade(folder: str | Path, target: str | Path | None = None, *, overwrite: bool = False) -> Upgraded:
+    """Write a checkpoint folder anew at `target` (default: `FOLDER-upgraded`), in the tensor classes of this torchao.
+
+    The new weights dequantize to the same bits. All or nothing, as `quantize`. Memory: one weight file.
+
+    Raises UsageError if the output may not be written, or nothing is to be done; CheckpointError for a folder that is
+    damaged or holds a weight that cannot be carried over; UnsafeError for a `.bin` that would run code.
+    """
+    folder = Path(folder)
+    report = inspect(folder)
+    report.refuse_unsafe()
+    if report.kind == "file":
+        raise CheckpointError(f"{folder} is a file", hint="name the folder that holds it and its config.json")
+    for problem in [*report.problems, *(problem for part in report.components for problem in part.problems)]:
+        if problem.severity == "error":
+            raise CheckpointError(problem.text, hint=f"`aoquant inspect {folder}` shows every problem")
+    old = [component for component in report.components if _is_old(folder, component, report)]
+    if not old:
+        raise UsageError(f"{folder} holds nothing to upgrade", hint="`aoquant load` it as it is")
+    place = Path(target) if target is not None else folder.resolve().with_name(f"{folder.resolve().name}-upgraded")
+    output.check_place(place, overwrite=overwrite, source=folder)
+    output.check_disk(place, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+    components = []
+    with output.staging(place) as staging:
+        rewritten = {path for component in old for path in _rewritten(folder, component)}
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path not in rewritten:
+                _copy(path, staging / path.relative_to(folder))
+        for component in old:
+            config, count = _write_component(folder, component, staging)
+            components.append((component.name, component.class_name, config, count))
+        if (folder / MANIFEST).exists():
+            _write_manifest(folder, staging, place.name)
+        _check(staging)
+    return Upgraded(folder=folder, output=place, components=tuple(components))
+
+
+def _is_old(folder: Path, component: ComponentReport, report: Report) -> bool:
+    if versions.upgradable(component):
+        return True
+    if not component.num_quantized:
+        return False
+    block = read_config_block(read_json(folder / component.name / CONFIG))
+    if block is not None and block.legacy_name:
+        return True
+    try:
+        versions.refuse_others(folder, component, report.versions)
+    except CheckpointError:
+        return bool(component.config_name)
+    return False
+
+
+def _rewritten(folder: Path, component: ComponentReport) -> list[Path]:
+    where = folder / component.name
+    return [where / CONFIG, *locate_weights(where).weights.files, folder / MANIFEST]
+
+
+def _copy(origin: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if origin.stat().st_size < output.LINKED_FROM or not output.link(origin, target):
+        shutil.copyfile(origin, target)
+
+
+def _write_component(folder: Path, component: ComponentReport, staging: Path) -> tuple[str, int]:
+    """Write one component's files; gives today's config of its weights and how many there are."""
+    title = component.name or component.class_name
+    if component.format != "bin":
+        raise CheckpointError(f"{title} is in safetensors, and older classes only ever were in .bin", hint=_AGAIN)
+    if component.other_values:
+        name = quoted(next(iter(component.other_values)), quote=False)
+        raise CheckpointError(f"{title}: {name} holds no tensor, and would be lost", hint=_AGAIN)
+    where = folder / component.name
+    (staging / component.name).mkdir(parents=True, exist_ok=True)
+    configs: Counter[tuple[str, torch.dtype]] = Counter()
+    for file in locate_weights(where).weights.files:
+        storages = _Storages(file)
+        state = {}
+        for entry in component.entries.values():
+            if next(iter(entry.parts.values())).file != file:
+                continue
+            if entry.is_plain:
+                state[entry.name] = storages.tensor(entry.parts[""])
+                continue
+            try:
+                carried = _carry(entry, storages, component)
+                state[entry.name] = _made(entry, carried)
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise _unknown(entry, "is not laid out as its class is") from error
+            except UsageError as error:
+                raise _unknown(entry, f"has a form that aoquant has no config for: {error.message}") from error
+            configs[carried.config, getattr(torch, entry.dtype)] += 1
+        torch.save(state, staging / file.relative_to(folder))
+    if len(configs) != 1:
+        raise CheckpointError(f"{title} holds weights of {len(configs)} configs, and one is understood", hint=_AGAIN)
+    ((config, dtype),) = configs
+    text = _config_text(where, component, kernel_for(parse_config(config), dtype))
+    (staging / component.name / CONFIG).write_text(text, encoding="utf-8")
+    return config, configs.total()
+
+
+def _config_text(where: Path, component: ComponentReport, kernel: Kernel) -> str:
+    config = read_json(where / CONFIG)
+    library: Any = libraries.load("diffusers" if component.library == "diffusers" else "transformers")
+    block = config.get("quantization_config") or {}
+    with libraries.quiet():
+        new = library.TorchAoConfig(kernel.stock, modules_to_not_convert=block.get("modules_to_not_convert"))
+        config["quantization_config"] = json.loads(json.dumps(new.to_dict(), default=str))
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+class _Storages:
+    """One `.bin`, read storage by storage; tensors that share one in the file share it here."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._known: dict[tuple[int, str], torch.Tensor] = {}
+
+    def tensor(self, stored: StoredTensor) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, stored.dtype)
+        if not stored.num_elements:
+            return torch.empty(stored.shape, dtype=dtype)
+        key = (stored.storage_offset, stored.dtype)
+        if key not in self._known:
+            with self._file.open("rb") as file:
+                file.seek(stored.storage_offset)
+                data = bytearray(file.read(stored.storage_bytes))
+            if len(data) != stored.storage_bytes:
+                raise CheckpointError(f"{self._file.name} changed while it was read", hint="run it again")
+            self._known[key] = torch.frombuffer(data, dtype=dtype)
+        start = (stored.offset - stored.storage_offset) // dtype.itemsize
+        return self._known[key].as_strided(stored.shape, stored.stride, start)
+
+
+def _carry(entry: Entry, storages: _Storages, component: ComponentReport) -> _Carried:
+    """Read one weight. Raises CheckpointError where today has no class for its values."""
+    found = {name: storages.tensor(stored) for name, stored in entry.parts.items()}
+    attributes = dict(entry.attributes)
+    if entry.kind == "LinearActivationQuantizedTensor":
+        function = attributes.pop("input_quant_func", "")
+        if function != _SYMMETRIC:
+            raise _unknown(entry, f"quantizes activations by {quoted(function, quote=False)}")
+        prefix = "original_weight_tensor."
+        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        attributes = {name.removeprefix(prefix): text for name, text in attributes.items()}
+        return _affine(entry, found, attributes, dynamic=True)
+    if entry.kind == "AffineQuantizedTensor":
+        return _affine(entry, found, attributes, dynamic=False)
+    if entry.kind == "Int8Tensor" and "zero_point" not in found:
+        dynamic = "act_quant_kwargs" in attributes
+        return _int8(entry, found["qdata"], found["scale"], dynamic=dynamic)
+    if not component.config_name:
+        raise _unknown(entry, "is not of a class that has been replaced")
+    return _same(entry, found, component.config_name)
+
+
+def _affine(
+    entry: Entry, found: Mapping[str, torch.Tensor], attributes: Mapping[str, str], *, dynamic: bool
+) -> _Carried:
+    scale, zero_point = found.get("tensor_impl.scale"), found.get("tensor_impl.zero_point")
+    codes = found.get("tensor_impl.int_data")
+    block_size = _numbers(attributes.get("block_size", ""))
+    if scale is None or len(entry.shape) != 2 or len(block_size) != 2 or block_size[0] != 1:
+        raise _unknown(entry, "is in a layout that is not understood")
+    if attributes.get("zero_point_domain") == "ZeroPointDomain.FLOAT" or (
+        zero_point is not None and zero_point.is_floating_point()
+    ):
+        raise _unknown(entry, "has a zero point that is no integer")
+    if codes is not None and codes.dtype == torch.int8:
+        if zero_point is not None and bool(zero_point.any()):
+            raise _unknown(entry, "has zero points, and today's int8 weights have none")
+        return _int8(entry, codes, scale, dynamic=dynamic)
+    bits = int(attributes.get("tensor_impl.int_data.bit_width", "0"))
+    along_rows = attributes.get("tensor_impl.int_data.pack_dim") in ("-1", "1")
+    if bits not in _SHARDS or not along_rows or dynamic or zero_point is None:
+        raise _unknown(entry, "is in a layout that is not understood")
+    from aoquant import lowbit  # torchao is talkative when it is first imported
+
+    wide = sum(_unpacked(found[f"tensor_impl.int_data.{name}"], width) << shift for name, width, shift in _SHARDS[bits])
+    assert isinstance(wide, torch.Tensor)
+    half = 1 << (bits - 1)
+    if tuple(wide.shape) != entry.shape or bool(((zero_point < 0) | (zero_point >= 2 * half)).any()):
+        raise _unknown(entry, "has codes or zero points that its width cannot hold")
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    per_group = (entry.shape[0], entry.shape[1] // block_size[1])
+    scale, zero_point = scale.view(per_group), zero_point.view(per_group)
+    grouped = wide.to(torch.int32).view(wide.shape[0], -1, block_size[1]) - zero_point.unsqueeze(-1)
+    return _Carried(
+        config=f"uint{bits}wo:group_size={block_size[1]}",
+        parts={
+            "qdata": lowbit.pack(wide, bits),
+            "scale": scale,
+            "zero_point": (zero_point - half).to(torch.int8),
+        },
+        values=(grouped.to(dtype) * scale.to(dtype).unsqueeze(-1)).view(entry.shape),
+    )
+
+
+def _int8(entry: Entry, codes: torch.Tensor, scale: torch.Tensor, *, dynamic: bool) -> _Carried:
+    rows, columns = entry.shape
+    groups = scale.numel() // max(rows, 1)
+    if scale.numel() != rows * groups or not groups or columns % groups:
+        raise _unknown(entry, "has scales by neither the row nor the group")
+    scale = scale.view(rows, groups)
+    name = "int8dq" if dynamic else "int8wo"
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return _Carried(
+        config=name if groups == 1 else f"{name}:group_size={columns // groups}",
+        parts={
+            "qdata": codes,
+            "scale": scale.to(torch.float32),
+            "zero_point": torch.zeros(rows, groups, dtype=torch.int8),
+        },
+        values=(codes.view(rows, groups, -1).to(dtype) * scale.to(dtype).unsqueeze(-1)).view(rows, columns),
+    )
+
+
+def _same(entry: Entry, found: Mapping[str, torch.Tensor], config: str) -> _Carried:
+    """A weight whose class is today's, and whose config only has a new form."""
+    return _Carried(config=config, parts=found, values=_assembled(entry, found, config).dequantize())
+
+
+def _unpacked(shard: torch.Tensor, width: int) -> torch.Tensor:
+    """shard: [N, K * width / 8] uint8 → [N, K]: of each byte the lowest bits belong to the row's first run."""
+    mask = (1 << width) - 1
+    return torch.cat([(shard >> shift) & mask for shift in range(0, 8, width)], dim=-1)
+
+
+def _made(entry: Entry, carried: _Carried) -> Any:
+    """The weight in today's class, which has to mean the same numbers."""
+    made = _assembled(entry, carried.parts, carried.config)
+    integer = torch.int32 if carried.values.dtype == torch.float32 else torch.int16
+    if not torch.equal(made.dequantize().contiguous().view(integer), carried.values.contiguous().view(integer)):
+        raise _unknown(entry, f"would not keep its values as {carried.config}")
+    return made
+
+
+def _assembled(entry: Entry, found: Mapping[str, torch.Tensor], config: str) -> Any:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    kernel = kernel_for(parse_config(config), dtype)
+    like: Any = kernel.outline(torch.empty(entry.shape, dtype=dtype, device="meta"))
+    wanted = {name: (part.shape, part.dtype) for name, part in parts(like).items()}
+    if wanted != {name: (part.shape, part.dtype) for name, part in found.items()}:
+        raise _unknown(entry, "has other parts than its config makes today")
+    _, context = like.__tensor_flatten__()
+    # A layout of its own: a part that is a view would bring the whole of its storage along.
+    inner = {name: found[name].contiguous() for name in wanted}
+    return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())
+
+
+def _numbers(text: str) -> list[int]:
+    inner = text.strip("[]")
+    return [int(number) for number in inner.split(", ")] if inner.replace(", ", "").isdigit() else []
+
+
+def _unknown(entry: Entry, why: str) -> CheckpointError:
+    return CheckpointError(f"{quoted(entry.name)} cannot be carried over: it {why}", hint=_AGAIN)
+
+
+def _write_manifest(folder: Path, staging: Path, title: str) -> None:
+    old = parse_manifest(read_json(folder / MANIFEST))
+    manifest: Manifest = dataclasses.replace(old, writer=aoquant.__version__, versions=libraries.versions(), files=())
+    manifest = dataclasses.replace(manifest, files=tuple(_records(staging, skip=(CARD, MANIFEST))))
+    (staging / CARD).unlink(missing_ok=True)  # it may be a link
+    (staging / CARD).write_text(model_card(manifest, title=title), encoding="utf-8")
+    manifest = dataclasses.replace(manifest, files=tuple(_records(staging, skip=(MANIFEST,))))
+    (staging / MANIFEST).write_text(manifest.text(), encoding="utf-8")
+
+
+def _records(staging: Path, *, skip: tuple[str, ...]) -> Iterator[FileRecord]:
+    for path in sorted(staging.rglob("*")):
+        name = path.relative_to(staging).as_posix()
+        if path.is_file() and name not in skip:
+            with path.open("rb") as file:
+                sha256 = hashlib.sha256()
+                while block := file.read(1 << 20):
+                    sha256.update(block)
+            yield FileRecord(path=PurePosixPath(name), num_bytes=path.stat().st_size, sha256=sha256.hexdigest())
+
+
+def _check(staging: Path) -> None:
+    report = inspect(staging)
+    problems = [*report.problems, *(problem for part in report.components for problem in part.problems)]
+    for problem in problems:
+        if problem.severity == "error":
+            raise AoquantError(f"the upgraded folder is not sound: {problem.text}: this is a bug in aoquant")
+    for component in report.components:
+        if component.num_quantized:
+            versions.refuse_others(staging, component, report.versions)

@@ -1,0 +1,72 @@
+"""What users of the stock libraries run into, as public reports have it, and what happens here instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aoquant
+from tests.heavy import stock, tiny
+
+ROOT = Path(__file__).parents[2]
+Make = Callable[..., Any]
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_a_bin_in_shards_is_found(made: Make, stock_model: Make) -> None:
+    """huggingface/diffusers#14811: the stock loader says that there is no such file."""
+    result = made("flux", "int8wo", max_shard_size=20_000)
+    folder = result.plan.output
+    assert len(list(folder.glob("*.bin"))) > 1
+    with pytest.raises(OSError, match="no file named"):
+        tiny.MODELS["flux"].cls.from_pretrained(str(folder), torch_dtype=torch.bfloat16)
+    stock.assert_same_state(aoquant.load(folder).state_dict(), stock_model("flux", "int8wo").state_dict())
+    assert "use_safetensors=False" in result.plan.snippet(folder=str(folder), model="model")
+
+
+def test_a_process_without_torchao_loads_it_and_patches_nothing(made: Make) -> None:
+    """huggingface/diffusers#11018: torch.load stops there, and programs replace it for the whole process."""
+    folder = made("flux", "int8wo").plan.output
+    (file,) = folder.glob("*.bin")
+    stopped = python("-c", f"import torch; torch.load({str(file)!r}, weights_only=True)")
+    assert stopped.returncode and "Unsupported global" in stopped.stderr
+    done = python("-m", "aoquant", "load", str(folder), "--json", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+    (component,) = json.loads(done.stdout)["components"]
+    assert component["weights"]["Int8Tensor"] > 0
+    kept = python(
+        "-c",
+        "import torch; before = torch.load, torch.serialization.load, torch.nn.Module.load_state_dict\n"
+        f"import aoquant; aoquant.load({str(folder)!r})\n"
+        "assert before == (torch.load, torch.serialization.load, torch.nn.Module.load_state_dict)\n"
+        "names = {getattr(thing, '__module__', '') for thing in torch.serialization.get_safe_globals()}\n"
+        "assert all(name.partition('.')[0] in ('', 'torch', 'torchao', 'aoquant') for name in names), names",
+    )
+    assert kept.returncode == 0, kept.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_t5_comes_back_in_the_dtype_it_was_made_in(dtype: str, made: Make) -> None:
+    """huggingface/diffusers#8604: in float16 T5's `wo` stays in float32, and `.to(float16)` spoils the picture."""
+    state = aoquant.load(made("t5", "int8wo", dtype=dtype).plan.output).state_dict()
+    outputs = {value.dtype for name, value in state.items() if name.endswith("wo.weight")}
+    assert outputs == {torch.float32 if dtype == "float16" else torch.bfloat16}
+    others = {value.dtype for name, value in state.items() if name.endswith("q.weight")}
+    assert others == {getattr(torch, dtype)}
+
+
+def test_float16_warns(made: Make) -> None:
+    assert any("float16" in warning for warning in made("t5", "int8wo", dtype="float16").plan.warnings)
+    assert not any("float16" in warning for warning in made("t5", "int8wo").plan.warnings)
