@@ -1,15 +1,17 @@
 # Everything a person needs; each verb sets up what it uses.
 #   demo        a small Flux pipeline: made, quantized, inspected, loaded, and a picture of the difference
 #   test        every test                      test-light  the torch-free half, on each Python 3.10 to 3.13 here
+#   test-legacy every config on torch 2.6 and torchao 0.15, the oldest that are tested: needs 12 GB of disk
 #   check       format, lint, types; writes nothing        fix  what check would complain about and tools can mend
 #   bench       aoquant against the stock path, a Linear in each form, loading: needs 14 GB of disk and 9 GB of memory
 
 PYTHON ?= python3
 VENV := .venv
+LEGACY := .venv-legacy
 BIN := $(VENV)/bin
 SOURCES := aoquant tests examples benchmarks
 
-.PHONY: demo test test-light check fix bench clean
+.PHONY: demo test test-light test-legacy check fix bench clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -32,6 +34,15 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+test-legacy: $(LEGACY)/.ready
+	$(LEGACY)/bin/python -m pytest tests/legacy -p no:cacheprovider -W ignore
+
+$(LEGACY)/.ready: constraints-legacy.txt
+	$(PYTHON) -m venv $(LEGACY)
+	$(LEGACY)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(LEGACY)/bin/python -m pip install --quiet --constraint constraints-legacy.txt torch torchao pytest hypothesis sentencepiece --editable .
+	touch $@
+
 test-light:
 	sh tests/light/each_python.sh
 
@@ -50,4 +61,4 @@ bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/loading.py
 
 clean:
-	rm -rf demo $(VENV) .venv-light-*
+	rm -rf demo $(VENV) $(LEGACY) .venv-light-*

@@ -64,10 +64,13 @@ def inspect(path: str | Path) -> Report:
     return read(path)
 
 
-def load(folder: str | Path, *, component: str | None = None, device: str = "cpu") -> nn.Module:
+def load(
+    folder: str | Path, *, component: str | None = None, device: str = "cpu", trust_pickle: bool = False
+) -> nn.Module:
     """Load one quantized component of a checkpoint folder, as an nn.Module of its own class, onto `device`.
 
-    component: may be left out where the folder holds one. Raises UsageError, CheckpointError or UnsafeError.
+    component: may be left out where the folder holds one. trust_pickle: where torch's weights-only unpickler is not
+    enough, unpickle whatever the files hold, which may run code. Raises UsageError, CheckpointError or UnsafeError.
     """
     from aoquant import loading
 
@@ -77,7 +80,7 @@ def load(folder: str | Path, *, component: str | None = None, device: str = "cpu
     if component is None or component not in names:
         asked = f"no component {component}" if component is not None else f"{len(names)} components"
         raise UsageError(f"{folder} holds {asked}", hint=f"say which: {', '.join(names)}")
-    loaded: loading.Loaded = loading.load_component(folder, component, device=device)
+    loaded: loading.Loaded = loading.load_component(folder, component, device=device, trust_pickle=trust_pickle)
     return loaded.module
 
 

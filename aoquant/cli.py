@@ -186,12 +186,20 @@ def inspect(
 
 
 @app.command(help="Load every quantized component as a program would, and report. The exit code says whether it works.")
-def load(folder: Folder, device: Device = "cpu", json: Json = False, quiet: Quiet = False) -> None:
+def load(
+    folder: Folder,
+    device: Device = "cpu",
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Unpickle whatever a .bin holds. This may run code from it.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     from aoquant import loading
     from aoquant.tables import loaded_tables
 
     console = Console(as_json=json, quiet=quiet)
-    reports = [loaded.report for loaded in loading.load_each(folder, device=device)]
+    reports = [loaded.report for loaded in loading.load_each(folder, device=device, trust_pickle=trust_pickle)]
     document = {"schema": loading.SCHEMA, "components": [report.to_json() for report in reports]}
     console.result(document, lambda: loaded_tables(reports))
 

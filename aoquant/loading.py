@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from aoquant.configs import parse_config
-from aoquant.engine import devices, libraries, support
+from aoquant.engine import devices, libraries, pickled, support
 from aoquant.engine.formats import parts
-from aoquant.errors import CheckpointError, ResourceError, UsageError
+from aoquant.errors import AoquantError, CheckpointError, ResourceError, UnsafeError, UsageError
 from aoquant.inspection import inspect
 from aoquant.report import ComponentReport, Report
 
@@ -70,10 +70,11 @@ def component_names(folder: str | Path) -> tuple[str, ...]:
     return tuple(component.name for component in _quantized(inspect(folder), folder))
 
 
-def load_component(folder: str | Path, name: str, *, device: str = "cpu") -> Loaded:
+def load_component(folder: str | Path, name: str, *, device: str = "cpu", trust_pickle: bool = False) -> Loaded:
     """Load one component onto `device`, in the dtype it was made in; int4wo as the class that computes there.
 
-    Nothing is unpickled but what torch's weights-only unpickler and torchao's own registrations allow. Raises
+    Nothing is unpickled but what torch's weights-only unpickler takes, and what of torchao's and aoquant's is known to
+    be harmless. trust_pickle: unpickle whatever a `.bin` holds, which may run code, where that is not enough. Raises
     UsageError for a device or component that is not there; CheckpointError for a checkpoint that is damaged or does
     not load here; UnsafeError for a `.bin` that would run code; ResourceError if it does not fit the device.
     """
@@ -82,19 +83,20 @@ def load_component(folder: str | Path, name: str, *, device: str = "cpu") -> Loa
     found = {component.name: component for component in _quantized(report, folder)}
     if name not in found:
         raise UsageError(f"{folder} has no quantized component {name}", hint=f"it has {', '.join(found)}")
-    return _load(Path(folder), found[name], place)
+    return _load(Path(folder), found[name], place, trust_pickle=trust_pickle)
 
 
-def load_each(folder: str | Path, *, device: str = "cpu") -> Iterator[Loaded]:
+def load_each(folder: str | Path, *, device: str = "cpu", trust_pickle: bool = False) -> Iterator[Loaded]:
     """Load every quantized component of a folder in turn. One at a time stays in memory if the caller lets go of it."""
     place = devices.choose(device)
     report = inspect(folder)
-    report.refuse_unsafe()
+    if not trust_pickle:
+        _refuse_unsafe(report)
     for problem in report.problems:
         if problem.severity == "error":
             raise CheckpointError(problem.text, hint=f"`aoquant inspect {folder}` shows every problem")
     for component in _quantized(report, folder):
-        yield _load(Path(folder), component, place)
+        yield _load(Path(folder), component, place, trust_pickle=trust_pickle)
 
 
 def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
@@ -106,8 +108,21 @@ def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
     return found
 
 
-def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
-    _refuse_unsound(folder, report)
+def _refuse_unsafe(report: Report | ComponentReport) -> None:
+    try:
+        report.refuse_unsafe()
+    except UnsafeError as error:
+        raise UnsafeError(error.message, hint=f"{error.hint}; --trust-pickle loads it all the same") from None
+
+
+def _load(folder: Path, report: ComponentReport, place: torch.device, *, trust_pickle: bool) -> Loaded:
+    _refuse_unsound(folder, report, trust_pickle=trust_pickle)
+    if report.library == "diffusers" and report.format == "safetensors" and not libraries.reads_safetensors():
+        raise CheckpointError(
+            f"{_title(report)}: diffusers reads quantized safetensors with torchao 0.16 or newer, installed is "
+            f"{libraries.versions()['torchao']}",
+            hint="update torch and torchao, or make it again with --format bin",
+        )
     dtype = dtype_of(report)
     model_class: Any = libraries.find_class(_library(report), report.class_name)
     options: dict[str, Any] = {
@@ -119,18 +134,29 @@ def _load(folder: Path, report: ComponentReport, place: torch.device) -> Loaded:
     if place.type != "cpu":
         options["device_map"] = {"": place}
     start = time.perf_counter()
-    with _fitting(report, place), libraries.quiet():
+    with _fitting(report, place), libraries.quiet(), pickled.harmless_allowed():
         try:
             module: nn.Module
-            module, info = model_class.from_pretrained(str(folder / report.name), **options)
-        except torch.OutOfMemoryError:
+            if trust_pickle and report.format == "bin":
+                files = [Path(file.path).name for file in report.files if file.status == "ok"]
+                module = pickled.load_trusted(model_class, report.library, folder / report.name, files).to(place)
+                missing: Collection[str] = ()
+            else:
+                module, info = model_class.from_pretrained(str(folder / report.name), **options)
+                missing = info["missing_keys"]
+        except (torch.OutOfMemoryError, AoquantError):
             raise
         except Exception as error:
+            if blocked := pickled.blocked_global(error):
+                raise UnsafeError(
+                    f"{_title(report)}: torch {torch.__version__} does not unpickle {blocked} unless it is trusted",
+                    hint="if you trust the folder, --trust-pickle loads it; else make it again as safetensors",
+                ) from error
             raise CheckpointError(
                 f"{_title(report)} does not load: {' '.join(str(error).split())[:200]}",
                 hint=f"it was made with {_versions(report)}; installed are {_installed(report)}",
             ) from error
-        _check_loaded(report, module, missing=info["missing_keys"])
+        _check_loaded(report, module, missing=missing)
         from aoquant import int4  # torchao is talkative when it is first imported
 
         int4.to_runnable(module)
@@ -170,8 +196,11 @@ def _fitting(report: ComponentReport, place: torch.device) -> Iterator[None]:
         ) from error
 
 
-def _refuse_unsound(folder: Path, report: ComponentReport) -> None:
-    report.refuse_unsafe()
+def _refuse_unsound(folder: Path, report: ComponentReport, *, trust_pickle: bool) -> None:
+    if not trust_pickle:
+        _refuse_unsafe(report)
+    elif report.suspicious:
+        return  # what is called cannot be described: it shows when it is loaded
     for problem in report.problems:
         if problem.severity == "error":
             raise CheckpointError(

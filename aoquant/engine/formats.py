@@ -14,11 +14,13 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from aoquant.engine import libraries
+from aoquant.errors import UsageError
 
 Format = Literal["bin", "safetensors"]
 
@@ -313,9 +315,16 @@ def flatten(state: State, saved_names: Mapping[str, str], *, describe_roots: boo
     libraries.load("torchao.quantization")
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
-    _, metadata = flatten_tensor_state_dict(
-        {name: tensor for name, tensor in state.items() if describe_roots or "." in name}
-    )
+    try:
+        _, metadata = flatten_tensor_state_dict(
+            {name: tensor for name, tensor in state.items() if describe_roots or "." in name}
+        )
+    except ValueError as error:
+        kinds = sorted({type(tensor).__name__ for tensor in state.values()} - {"Tensor"})
+        raise UsageError(
+            f"torchao {version('torchao')} does not write {', '.join(kinds)} into safetensors",
+            hint="write --format bin, or update torchao",
+        ) from error
     keys: dict[Slot, str] = {}
     for name, tensor in state.items():
         stored = saved_names[name]

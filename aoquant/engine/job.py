@@ -308,6 +308,10 @@ def _warnings(
                 f"{title} takes {len(plan.shards)} .bin files, which DiffusionPipeline.from_pretrained finds by the "
                 "printed lines only; with --format safetensors it finds them by itself"
             )
+        if format == "safetensors" and plan.source.library == "diffusers" and not libraries.reads_safetensors():
+            warnings.append(
+                f"{title}: diffusers reads quantized safetensors with torchao 0.16 or newer, not with this one"
+            )
         if plan.config.is_packed:
             warnings.append(f"{title}: {plan.config.row.name} loads after `import aoquant.lowbit` only")
         if plan.config.row.family == "int4":

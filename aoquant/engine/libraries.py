@@ -83,6 +83,12 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in names}
 
 
+def reads_safetensors() -> bool:
+    """Whether the installed torchao is one with which diffusers reads and writes quantized safetensors."""
+    major, minor, *_ = metadata.version("torchao").split(".")
+    return (int(major), int(minor)) >= (0, 16)
+
+
 def find_class(library: Library, class_name: str) -> type:
     """The model class that a config.json or model_index.json names. Raises CheckpointError if this version lacks it."""
     module = load(library)

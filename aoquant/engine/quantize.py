@@ -170,12 +170,18 @@ def _refuse_group(group_size: int | None) -> Callable[[tuple[int, ...]], str]:
 def _int8_arguments(config: QuantConfig) -> dict[str, Any]:
     from torchao.quantization import PerGroup
 
-    return {"granularity": PerGroup(config.group_size)} if config.group_size else {}
+    arguments: dict[str, Any] = {"version": 2}  # torchao 0.15 still means the older class where nothing is said
+    if config.group_size:
+        arguments["granularity"] = PerGroup(config.group_size)
+    return arguments
 
 
-def _int8(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
+def _int8(config: QuantConfig, dtype: torch.dtype) -> Kernel:
     """Symmetric, scale = max|w| / 127.5 in the weight's dtype, kept as float32."""
     stock = stock_config(config)
+    outline = _through_torchao(stock)
+    if not hasattr(outline(torch.empty(1, config.group_size or 1, dtype=dtype, device="meta")), "zero_point"):
+        return _int8_of_0_15(config, stock, outline)
 
     def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, _peak: torch.Tensor | None) -> Parts:
         scale = (
@@ -188,7 +194,25 @@ def _int8(config: QuantConfig, dtype: torch.dtype) -> Kernel:  # noqa: ARG001
         scale = scale.squeeze(-1)
         return {"scale": scale, "zero_point": torch.zeros_like(scale, dtype=torch.int8)}
 
-    return Kernel(stock=stock, outline=_through_torchao(stock), rows=rows, refusal=_refuse_group(config.group_size))
+    return Kernel(stock=stock, outline=outline, rows=rows, refusal=_refuse_group(config.group_size))
+
+
+def _int8_of_0_15(config: QuantConfig, stock: Any, outline: Callable[[torch.Tensor], torch.Tensor]) -> Kernel:
+    """The same, all of it in the weight's dtype, as torchao 0.15 has it. Raises UsageError for groups."""
+    if config.group_size:
+        raise UsageError(
+            f"{config}: torchao 0.15 multiplies int8 weights that are scaled per row only",
+            hint="leave out group_size, or update torchao",
+        )
+
+    def rows(block: torch.Tensor, out: torch.Tensor, scratch: Scratch, _peak: torch.Tensor | None) -> Parts:
+        groups = _grouped(block, config.group_size)
+        scale = (_magnitude(groups, scratch) / 127.5).clamp(min=torch.finfo(block.dtype).eps)
+        values = torch.mul(groups, 1.0 / scale, out=scratch.like(groups.shape, groups.dtype, groups.device))
+        out.view(torch.int8).view(values.shape).copy_(values.round_().clamp_(-128, 127))
+        return {"scale": scale.squeeze(-1)}
+
+    return Kernel(stock=stock, outline=outline, rows=rows, refusal=_refuse_group(config.group_size))
 
 
 # --- float8 → Float8Tensor ------------------------------------------------------------------------------------------
