@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from aoquant.checkpoint.files import quoted, read_json
+from aoquant.checkpoint.layout import CONFIG
 from aoquant.configs import parse_config
 from aoquant.engine import devices, libraries, pickled, support
 from aoquant.engine.formats import parts
@@ -123,6 +125,7 @@ def _load(folder: Path, report: ComponentReport, place: torch.device, *, trust_p
             f"{libraries.versions()['torchao']}",
             hint="update torch and torchao, or make it again with --format bin",
         )
+    _refuse_versions(folder / report.name, report)
     dtype = dtype_of(report)
     model_class: Any = libraries.find_class(_library(report), report.class_name)
     options: dict[str, Any] = {
@@ -206,6 +209,47 @@ def _refuse_unsound(folder: Path, report: ComponentReport, *, trust_pickle: bool
             raise CheckpointError(
                 f"{_title(report)}: {problem.text}", hint=f"`aoquant inspect {folder}` shows every problem"
             )
+
+
+def _refuse_versions(folder: Path, report: ComponentReport) -> None:
+    """Raise CheckpointError where the quantization block is one that the installed libraries do not read.
+
+    Said before a tensor is touched, for their own words name neither who wrote it nor what to do.
+    """
+    block = read_json(folder / CONFIG).get("quantization_config")
+    if not isinstance(block, Mapping) or block.get("quant_method") != "torchao":
+        return
+    described = block.get("quant_type")
+    if isinstance(described, str):
+        raise CheckpointError(
+            f"{_title(report)}: config.json says quant_type {quoted(described)}, as diffusers before 0.38 and "
+            "transformers before 5 wrote it; the installed ones read torchao's own config objects",
+            hint=f"quantize the model again, to {_todays_name(described)}, or load it with the versions that wrote it",
+        )
+    inner = described.get("default") if isinstance(described, Mapping) else None
+    if not isinstance(inner, Mapping):
+        raise CheckpointError(
+            f"{_title(report)}: config.json has a quantization_config that names no config of torchao",
+            hint="it is incomplete, or edited: download or make it again",
+        )
+    from torchao.core.config import config_from_dict
+
+    try:
+        config_from_dict(dict(inner))
+    except Exception as error:
+        name = quoted(inner.get("_type"), quote=False)
+        raise CheckpointError(
+            f"{_title(report)}: torchao {libraries.versions()['torchao']} does not read {name} version "
+            f"{quoted(inner.get('_version'), quote=False)}: {quoted(' '.join(str(error).split()), quote=False, limit=250)}",
+            hint=f"it was made with {_versions(report)}: install those, or update torchao, or make it again",
+        ) from error
+
+
+def _todays_name(spelling: str) -> str:
+    try:
+        return str(parse_config(spelling))
+    except UsageError:
+        return "a config of `aoquant configs`"
 
 
 def _check_loaded(report: ComponentReport, module: nn.Module, *, missing: Collection[str]) -> None:

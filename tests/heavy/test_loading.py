@@ -270,3 +270,52 @@ def test_what_stock_saved_is_read_and_loaded_too(
     kinds = Counter(stock.kind(value) for value in expected.state_dict().values())
     assert component.num_quantized == kinds["Int8Tensor"] > 0
     stock.assert_same_state(aoquant.load(folder).state_dict(), expected.state_dict())
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def _older(block: dict[str, Any]) -> None:
+    block["quant_type"]["default"]["_version"] = 1
+
+
+def _unknown(block: dict[str, Any]) -> None:
+    block["quant_type"]["default"]["_type"] = "Int9WeightOnlyConfig"
+
+
+def _newer_field(block: dict[str, Any]) -> None:
+    block["quant_type"]["default"]["_data"]["new_field"] = 1
+
+
+def _string(block: dict[str, Any]) -> None:
+    block["quant_type"] = "int8_weight_only"
+
+
+def _missing(block: dict[str, Any]) -> None:
+    del block["quant_type"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "hint"),
+    [
+        pytest.param(_older, "does not read Int8WeightOnlyConfig version 1", "it was made with", id="older version"),
+        pytest.param(_unknown, "does not read Int9WeightOnlyConfig version 2", "update torchao", id="unknown config"),
+        pytest.param(_newer_field, "new_field", "update torchao", id="newer config"),
+        pytest.param(_string, "says quant_type 'int8_weight_only'", "quantize the model again, to int8wo", id="string"),
+        pytest.param(_missing, "names no config of torchao", "make it again", id="no quant_type"),
+    ],
+)
+@pytest.mark.parametrize("name", ["flux", "t5"])
+def test_a_block_of_other_versions_is_explained(
+    made: Make, tmp_path: Path, name: str, change: Callable[[dict[str, Any]], None], words: str, hint: str
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(made(name, "int8wo").plan.output, folder)
+    (folder / "aoquant.json").unlink()  # which holds the hash of config.json
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        aoquant.load(folder)
+    assert words in caught.value.message and hint in caught.value.hint
+    assert "weights_only" not in caught.value.message + caught.value.hint
