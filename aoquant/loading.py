@@ -237,10 +237,11 @@ def _refuse_versions(folder: Path, report: ComponentReport) -> None:
     try:
         config_from_dict(dict(inner))
     except Exception as error:
-        name = quoted(inner.get("_type"), quote=False)
+        name, version = (quoted(inner.get(key), quote=False) for key in ("_type", "_version"))
+        reason = quoted(" ".join(str(error).split()), quote=False, limit=250)
+        installed = libraries.versions()["torchao"]
         raise CheckpointError(
-            f"{_title(report)}: torchao {libraries.versions()['torchao']} does not read {name} version "
-            f"{quoted(inner.get('_version'), quote=False)}: {quoted(' '.join(str(error).split()), quote=False, limit=250)}",
+            f"{_title(report)}: torchao {installed} does not read {name} version {version}: {reason}",
             hint=f"it was made with {_versions(report)}: install those, or update torchao, or make it again",
         ) from error
 
