@@ -232,6 +232,7 @@ def _refuse_versions(folder: Path, report: ComponentReport) -> None:
             f"{_title(report)}: config.json has a quantization_config that names no config of torchao",
             hint="it is incomplete, or edited: download or make it again",
         )
+    libraries.load("torchao.quantization")  # quietly
     from torchao.core.config import config_from_dict
 
     try:
