@@ -342,7 +342,7 @@ LOADS = [
         make=edited("safe/transformer/config.json", lambda config: config["quantization_config"]["quant_type"][
             "default"].update(_type="Float8WeightOnlyConfig"))),
     bad("load of a torchao config that does not exist", "load safe/transformer", 4, "Int9WeightOnlyConfig",
-        "installed are",
+        "it was made with",
         make=edited("safe/transformer/config.json", lambda config: config["quantization_config"]["quant_type"][
             "default"].update(_type="Int9WeightOnlyConfig"))),
     bad("load with a tensor of the wrong shape", "load safe/transformer", 4,

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import builtins
+import functools
+import importlib
+import io
 import json
+import os
+import pickle
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +25,9 @@ from aoquant.cli import main
 from aoquant.engine import pickled
 from aoquant.errors import UnsafeError
 from tests.heavy import tiny
+from tests.light import forge
+from tests.light.bad_input import contents, run
+from tests.light.forge import Called, Named
 
 Make = Callable[..., Any]
 
@@ -94,3 +105,120 @@ def test_safetensors_have_nothing_to_trust(made: Make) -> None:
     folder = made("flux", "int8wo", format="safetensors").plan.output
     plain, trusted = (loading.load_component(folder, "", trust_pickle=trust).module for trust in (False, True))
     assert torch.equal(tiny.forward(plain, "flux"), tiny.forward(trusted, "flux"))
+
+
+# --- hostile files: nothing runs -----------------------------------------------------------------------------------
+
+MARK = "ran"
+COMMAND = f"mkdir {MARK}"
+SOURCE = f"__import__('os').mkdir({MARK!r})"
+
+
+class Calls:
+    """Pickled as a call of `function` with `args`."""
+
+    def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
+        self.reduced = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+    def __call__(self) -> None:
+        """pickle wants what is called to be callable; what it is pickled as will be."""
+
+
+def nested() -> bytes:
+    """A torch file inside the file."""
+    buffer = io.BytesIO()
+    torch.save({"x": Calls(os.system, COMMAND)}, buffer)
+    return buffer.getvalue()
+
+
+PAYLOADS: dict[str, Callable[[], Any]] = {
+    "os.system": lambda: Calls(os.system, COMMAND),
+    "builtins.eval": lambda: Calls(eval, SOURCE),
+    "builtins.exec": lambda: Calls(exec, SOURCE),
+    "runpy": lambda: Calls(runpy.run_path, "script.py"),
+    "torch.load nested": lambda: Calls(
+        functools.partial(torch.load, weights_only=False), Calls(io.BytesIO, nested())
+    ),
+    "torch._load_from_bytes": lambda: Calls(importlib.import_module("torch.storage")._load_from_bytes, nested()),
+    "pickle.loads": lambda: Calls(pickle.loads, pickle.dumps(Calls(os.system, COMMAND))),
+    "a chain of getattr": lambda: Calls(Calls(builtins.getattr, Calls(importlib.import_module, "os"), "mkdir"), MARK),
+    "a call of a call": lambda: Calls(Calls(functools.partial, os.mkdir), MARK),
+    "a call in a state": lambda: Calls(argparse.Namespace, state={"x": Calls(os.mkdir, MARK)}),
+    "a key": lambda: {Calls(os.mkdir, MARK): 1},
+}  # fmt: skip
+
+
+@pytest.fixture
+def spoilt(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """`spoilt(name, value)` → a checkpoint whose state dict holds `value` too, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(SOURCE)
+
+    def get(name: str, value: Any, **options: Any) -> Path:
+        folder = shutil.copytree(made(name, "int8wo", **options).plan.output, tmp_path / "out")
+        file = sorted(folder.glob("*.bin"))[0]
+        state = torch.load(file, weights_only=True)
+        torch.save({**state, "zz": value}, file)
+        (folder / "aoquant.json").unlink()
+        return folder
+
+    return get
+
+
+@pytest.mark.parametrize("name", ["flux", "t5"])
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_a_hostile_pickle_runs_only_for_those_who_trust_it(
+    payload: str, name: str, spoilt: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = spoilt(name, PAYLOADS[payload]())
+    before = contents(folder)
+    for command in ("inspect", "load"):
+        code, out, err = run([command, str(folder)], capsys)
+        assert (code, bool(out)) == (5, command == "inspect"), err
+        assert "Traceback" not in err and ("--trust-pickle" in err) is (command == "load")
+        assert not Path(MARK).exists()
+    with pytest.raises(UnsafeError):
+        aoquant.load(folder)
+    assert not Path(MARK).exists()
+    assert contents(folder) == before
+    run(["load", str(folder), "--trust-pickle"], capsys)
+    assert Path(MARK).exists(), "the payload is a dud: this test would not notice if it ran"
+
+
+FORGED: dict[str, Any] = {
+    "no such class in torchao": Called(Named("torchao.quantization", "EvilTensor"), (COMMAND,)),
+    "no such module in torchao": Called(Named("torchao.evil", "EvilTensor"), (COMMAND,)),
+    "a module beside torchao": Called(Named("torchao_evil", "EvilTensor"), (COMMAND,)),
+    "a function of torchao": Called(Named("torchao.quantization", "quantize_"), (COMMAND,)),
+    "what torchao imports": Called(Named("torchao.utils", "importlib.import_module"), ("os",)),
+    "a class of aoquant that is none": Called(Named("aoquant.evil", "EvilTensor"), (COMMAND,)),
+    "a class of torch that is none of data": Called(Named("torch.utils.cpp_extension", "load"), ("x", COMMAND)),
+    "torch.load": Called(Named("torch", "load"), ("inner.bin",)),
+    "torch.hub": Called(Named("torch.hub", "load"), (".", "x")),
+    "os.system by its C name": Called(Named("posix", "system"), (COMMAND,)),
+    "NEWOBJ": Called(Named("os", "system"), (COMMAND,), new=True),
+    "a harmless class made by a call": Called(Named("torchao.quantization", "Int8Tensor"), (COMMAND,)),
+    "attributes on a class": Called(
+        Named("torch._utils", "_rebuild_parameter"), (), state={"__reduce__": Named("os", "system")}
+    ),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_nothing_that_a_forged_stream_names_runs(
+    forged: str, made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(made("flux", "int8wo").plan.output, tmp_path / "out")
+    (weights,) = folder.glob("*.bin")
+    file = forge.TorchFile()
+    file.state = {"proj_out.weight": file.int8(4, 64), "zz": FORGED[forged]}
+    file.write(weights)
+    (folder / "aoquant.json").unlink()
+    for command in ("inspect", "load"):
+        code, _, err = run([command, str(folder)], capsys)
+        assert code in (4, 5) or (command, code) == ("inspect", 0), err
+        assert "Traceback" not in err and not Path(MARK).exists()

@@ -78,7 +78,9 @@ class TorchFile:
     def write(self, path: Path, *, pickle: bytes | None = None) -> Path:
         records = {f"data/{key}": content for key, content in self.records.items()}
         stream = pickle if pickle is not None else encode(self.state)
-        return write_zip(path, {"data.pkl": stream, "byteorder": b"little", **records}, prefix=self.prefix)
+        return write_zip(
+            path, {"data.pkl": stream, "byteorder": b"little", "version": b"3\n", **records}, prefix=self.prefix
+        )
 
 
 def write_zip(
