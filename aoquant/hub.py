@@ -174,6 +174,7 @@ class _Ranges:
         self._position = 0
         self._start = 0
         self._kept = b""
+        self._whole: Path | None = None
 
     def seek(self, offset: int, /) -> int:
         self._position = offset
@@ -191,24 +192,37 @@ class _Ranges:
         return content
 
     def _transfer(self, start: int, stop: int) -> bytes:
-        repo_id, commit = self._snapshot.repo_id, self._snapshot.commit
-        with _hub_errors(repo_id, revision=commit):
-            from huggingface_hub import hf_hub_url
-            from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented there, though not in __all__
-                build_hf_headers,
-                hf_raise_for_status,
-                http_backoff,
-            )
+        if self._whole is None:
+            part = self._ask_for(start, stop)
+            if part is not None:
+                return part
+            # Some mirrors send whole files, whatever is asked: then the file may as well come into the cache.
+            self._whole = _fetch(self._snapshot.repo_id, self._name, revision=self._snapshot.commit)
+        with self._whole.open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
 
+    def _ask_for(self, start: int, stop: int) -> bytes | None:
+        """The bytes, or None from an endpoint that gives no parts of files; nothing is read of a whole one."""
+        repo_id, commit = self._snapshot.repo_id, self._snapshot.commit
+        with _hub_errors(repo_id, revision=commit), contextlib.ExitStack() as stack:
+            from huggingface_hub import hf_hub_url, utils
+
+            web: Any = utils  # what it documents is not all in its __all__
             url = hf_hub_url(repo_id, self._name, revision=commit)
-            headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
-            response = http_backoff("GET", url, headers=headers)
-            hf_raise_for_status(response)
-            content: bytes = response.content
-        if response.status_code != 206 or len(content) != stop - start:
+            headers = {**web.build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
+            if hasattr(web, "http_stream_backoff"):
+                response = stack.enter_context(web.http_stream_backoff("GET", url, headers=headers))
+            else:  # before huggingface_hub 1.0
+                response = stack.enter_context(web.http_backoff("GET", url, headers=headers, stream=True))
+            web.hf_raise_for_status(response)
+            if response.status_code != 206:
+                return None
+            content: bytes = response.read() if hasattr(response, "read") else response.content
+        if len(content) != stop - start:
             raise SourceError(
-                f"{_host()} does not give parts of files, which planning needs",
-                hint="check HF_ENDPOINT; or download the repository with `hf download`, and name its folder",
+                f"{_host()} gave {len(content):,} bytes of {self._name} where {stop - start:,} were asked for",
+                hint="run it again; or download the repository with `hf download`, and name its folder",
             )
         return content
 

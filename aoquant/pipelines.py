@@ -120,6 +120,7 @@ def load(
     of none. original: the same pipeline, with its own components instead of the quantized ones. Raises UsageError,
     SourceError, CheckpointError, UnsafeError or ResourceError.
     """
+    libraries.load("diffusers")  # what that takes is no part of the loading
     start = time.perf_counter()
     place = devices.choose(device)
     mode = _offload(offload, place)

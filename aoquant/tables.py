@@ -260,12 +260,13 @@ def bench_table(document: Mapping[str, Any]) -> RenderableType:
             case["model"], "yes" if case["compiled"] else "no", f"{case['load_seconds']:.2f}",
             f"{step:.3g}" if step is not None else "", size(case["peak_memory_bytes"]),
         )  # fmt: skip
+    rounds = "one round" if document["rounds"] == 1 else f"medians of {document['rounds']} rounds"
     first = document["cases"][0]
     video = f", {first['frames']} frames" if first["frames"] > 1 else ""
     setting = (
         f"{first['pipeline']}, {first['width']} × {first['height']}{video}, {first['steps']} steps on {first['device']}"
     )
-    return Group(table, Text(f"{setting}; medians of {document['rounds']} rounds"))
+    return Group(table, Text(f"{setting}; {rounds}"))
 
 
 def environment_tables(report: Mapping[str, Any]) -> RenderableType:

@@ -98,4 +98,4 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _reason(error: Exception) -> str:
     text = error.message if isinstance(error, AoquantError) else str(error)
-    return " ".join(text.split())[:160] or type(error).__name__
+    return " ".join(text.split()).partition(". ")[0][:160] or type(error).__name__

@@ -489,11 +489,15 @@ def test_a_mirror_need_not_list_sizes(hub: HubServer, pipeline: Path) -> None:
     assert run(_plan=True)["download_bytes"] == sized["download_bytes"] > 0
 
 
-def test_an_endpoint_without_ranges_is_told_apart(hub: HubServer, pipeline: Path) -> None:
+def test_an_endpoint_without_ranges_sends_whole_files_into_the_cache(hub: HubServer, pipeline: Path) -> None:
     hub.publish(REPO, pipeline)
+    described = run(_plan=True)["tensors"]
     hub.repos[REPO].no_ranges = True
-    error = refusal(_plan=True)
-    assert (error["code"], "parts of files" in error["message"]) == (3, True)
+    hub.forget()
+    assert run(_plan=True)["tensors"] == described
+    hub.forget()
+    run()
+    assert not [path for path in hub.downloaded(REPO) if path.endswith(".safetensors")]
 
 
 def test_nothing_is_downloaded_twice(hub: HubServer, pipeline: Path) -> None:
