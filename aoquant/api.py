@@ -93,17 +93,26 @@ def load_pipeline(
     compile: bool = False,
     source: str | Path | None = None,
     offline: bool = False,
+    trust_pickle: bool = False,
 ) -> DiffusionPipeline:
     """A diffusers pipeline around the quantized components of a checkpoint folder, ready to be called.
 
     The other components come from the folder (`--full`), else from the repository and commit that it was made from, or
-    from `source`, a pipeline folder or `org/name[@revision]`. offload: `none`, `model`, `sequential` or `group`: how
-    much of it is on the accelerator at a time. compile: torch.compile the denoiser. Raises UsageError, SourceError,
-    CheckpointError, UnsafeError or ResourceError.
+    from `source`, a pipeline folder or `org/name[@revision]`. offload: `none`, `model`, `group` or `sequential`: how
+    much of it is on the accelerator at a time. compile: torch.compile the denoiser. trust_pickle: as in `load`. Raises
+    UsageError, SourceError, CheckpointError, UnsafeError or ResourceError.
     """
     from aoquant import pipelines
 
-    loaded = pipelines.load(folder, device=device, offload=offload, compile=compile, source=source, offline=offline)
+    loaded = pipelines.load(
+        folder,
+        device=device,
+        offload=offload,
+        compile=compile,
+        source=source,
+        offline=offline,
+        trust_pickle=trust_pickle,
+    )
     pipeline: DiffusionPipeline = loaded.pipeline
     return pipeline
 
