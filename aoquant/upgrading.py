@@ -151,6 +151,7 @@ def _write_component(folder: Path, component: ComponentReport, staging: Path) ->
         name = quoted(next(iter(component.other_values)), quote=False)
         raise CheckpointError(f"{title}: {name} holds no tensor, and would be lost", hint=_AGAIN)
     where = folder / component.name
+    config_name = versions.config_name(folder, component)
     (staging / component.name).mkdir(parents=True, exist_ok=True)
     configs: Counter[tuple[str, torch.dtype]] = Counter()
     for file in locate_weights(where).weights.files:
@@ -163,7 +164,7 @@ def _write_component(folder: Path, component: ComponentReport, staging: Path) ->
                 state[entry.name] = storages.tensor(entry.parts[""])
                 continue
             try:
-                carried = _carry(entry, storages, component)
+                carried = _carry(entry, storages, config_name)
                 state[entry.name] = _made(entry, carried)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise _unknown(entry, "is not laid out as its class is") from error
@@ -212,8 +213,8 @@ class _Storages:
         return self._known[key].as_strided(stored.shape, stored.stride, start)
 
 
-def _carry(entry: Entry, storages: _Storages, component: ComponentReport) -> _Carried:
-    """Read one weight. Raises CheckpointError where today has no class for its values."""
+def _carry(entry: Entry, storages: _Storages, config_name: str) -> _Carried:
+    """Read one weight. config_name: what it was made as, if known. Raises CheckpointError where today has no class."""
     found = {name: storages.tensor(stored) for name, stored in entry.parts.items()}
     attributes = dict(entry.attributes)
     if entry.kind == "LinearActivationQuantizedTensor":
@@ -229,9 +230,13 @@ def _carry(entry: Entry, storages: _Storages, component: ComponentReport) -> _Ca
     if entry.kind == "Int8Tensor" and "zero_point" not in found:
         dynamic = "act_quant_kwargs" in attributes
         return _int8(entry, found["qdata"], found["scale"], dynamic=dynamic)
-    if not component.config_name:
+    if entry.kind == "Int8Tensor" and config_name:
+        is_dynamic = parse_config(config_name).row.name == "int8dq"
+        if is_dynamic != ("act_quant_kwargs" in attributes):
+            raise _unknown(entry, f"is no weight of {config_name}")
+    if not config_name:
         raise _unknown(entry, "is not of a class that has been replaced")
-    return _same(entry, found, component.config_name)
+    return _same(entry, found, config_name)
 
 
 def _affine(
