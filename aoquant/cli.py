@@ -339,20 +339,26 @@ def models(json: Json = False) -> None:
 
 
 @app.command(
-    help="Measure a checkpoint against the pipeline that it was made from: load time, time a step, peak memory."
+    help="Measure a checkpoint's components against those they were made from: load time, time a step, peak memory."
 )
 def bench(
     folder: Folder,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps; the first is not counted.")] = 4,
+    component: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Measure this one only. Repeatable. [default: all]")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Calls to measure, after one to warm up.")] = 4,
     height: Annotated[int | None, typer.Option(min=1, help="In pixels.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="In pixels.")] = None,
     num_frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Figures are medians of so many rounds.")] = 1,
     device: Device = "auto",
-    offload: Offload = "none",
     compile: Annotated[bool, typer.Option("--compile", help="Measure both compiled too.")] = False,
-    source: Rest = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", metavar="MODEL", help="What the checkpoint was made from.", show_default=False),
+    ] = None,
     offline: Offline = False,
+    trust_pickle: Trust = False,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the figures, as .png or .svg.")] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -362,10 +368,13 @@ def bench(
 
     console = Console(as_json=json, quiet=quiet)
     settings: benchmarking.Settings = {
-        "device": device, "offload": offload, "source": source, "offline": offline, "steps": steps, "height": height,
-        "width": width, "num_frames": num_frames,
+        "device": device, "source": source, "offline": offline, "trust_pickle": trust_pickle, "steps": steps,
+        "height": height, "width": width, "num_frames": num_frames,
     }  # fmt: skip
-    document = benchmarking.bench(folder, settings, compiled=compile, rounds=rounds, on_case=console.note)
+    names = [name.replace("-", "_") for name in component or ()]
+    document = benchmarking.bench(
+        folder, settings, components=names, compiled=compile, rounds=rounds, on_case=console.note
+    )
     if plot is not None:
         benchmarking.plot(document, Path(plot))
     console.result(document, lambda: bench_table(document))

@@ -13,7 +13,7 @@ import secrets
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -111,15 +111,14 @@ def load(
     source: str | Path | None = None,
     offline: bool = False,
     trust_pickle: bool = False,
-    original: bool = False,
     on_progress: OnProgress | None = None,
 ) -> LoadedPipeline:
     """Load a checkpoint's quantized components onto `device`, and the rest of their pipeline around them.
 
     source: where the other components are (a local pipeline folder or `org/name[@revision]`), if they are not in the
     folder and not where the manifest says. compile: the denoiser's repeated blocks, or all of it where diffusers knows
-    of none. trust_pickle: as in `loading.load_component`. original: the same pipeline, with its own components instead
-    of the quantized ones. Raises UsageError, SourceError, CheckpointError, UnsafeError or ResourceError.
+    of none. trust_pickle: as in `loading.load_component`. Raises UsageError, SourceError, CheckpointError, UnsafeError
+    or ResourceError.
     """
     libraries.load("diffusers")  # what that takes is no part of the loading
     start = time.perf_counter()
@@ -127,15 +126,15 @@ def load(
     mode = _offload(offload, place)
     report = inspect(folder)
     names = loading.component_names(folder)
-    rest = _rest(report, Path(folder), source, offline=offline, original=original)
-    index = rest.model_index or {}
-    roles = {name: name or _role(report, index) for name in names}
-    others = [path for path, _ in rest.other_files(quantized=() if original else tuple(roles.values())).values()]
+    rest = find_source(report, Path(folder), source, offline=offline)
+    if rest.model_index is None:
+        raise UsageError(f"{rest.model} is a single component, not a pipeline", hint="name a pipeline with --source")
+    roles = {name: name or role_of(report, rest.model_index) for name in names}
+    others = [path for path, _ in rest.other_files(quantized=tuple(roles.values())).values()]
     modules: dict[str, nn.Module] = {}
     with rest.arriving(others, on_progress=on_progress) as wait:
-        if not original:
-            for name, module in _quantized(report, place, mode, trust_pickle=trust_pickle):
-                modules[roles[name]] = module
+        for name, module in _quantized(report, place, mode, trust_pickle=trust_pickle):
+            modules[roles[name]] = module
         for path in others:
             wait(path)
     dtype = loading.dtype_of(next(component for component in report.components if component.name == names[0]))
@@ -268,8 +267,7 @@ def _reset_peak(device: torch.device) -> None:
 
 def _clock(device: torch.device, ends: list[float]) -> Callable[..., dict[str, Any]]:
     def on_step_end(_pipeline: Any, _step: int, _timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if device.type in ("cuda", "xpu", "mps"):
-            getattr(torch, device.type).synchronize()
+        devices.synchronize(device)
         ends.append(time.perf_counter())
         return kwargs
 
@@ -287,29 +285,28 @@ def _offload(name: str, place: torch.device) -> Offload:
     return cast("Offload", name)
 
 
-def _rest(report: Report, folder: Path, source: str | Path | None, *, offline: bool, original: bool) -> Source:
-    """The pipeline that the quantized components belong to. original: one that has them unquantized too."""
+def find_source(
+    report: Report, folder: Path, source: str | Path | None, *, offline: bool, components: Collection[str] | None = None
+) -> Source:
+    """The model that the quantized components of `folder` belong to.
+
+    components: which of its own to open, unquantized; None for a pipeline's others, which `folder` itself may hold.
+    Raises UsageError if it is not said where that is.
+    """
     if source is not None:
-        found = open_source(str(source), components=(), offline=offline)
-    elif (folder / MODEL_INDEX).is_file() and not original:
-        found = open_source(str(folder), components=(), variant=report.source.get("variant"))
-    elif report.source.get("repo_id"):
-        found = open_source(
-            report.source["repo_id"],
-            components=(),
-            revision=report.source.get("revision"),
-            variant=report.source.get("variant"),
-            offline=offline,
-        )
-    else:
-        origin = report.source.get("model")
-        raise UsageError(
-            f"{folder} holds no whole {'unquantized ' if original else ''}pipeline, and does not say where one is",
-            hint=f"name the pipeline{f' {origin}' if origin else ''} with --source, a folder or org/name",
-        )
-    if found.model_index is None:
-        raise UsageError(f"{found.model} is a single component, not a pipeline", hint="name a pipeline with --source")
-    return found
+        return open_source(str(source), components=components or (), offline=offline)
+    variant = report.source.get("variant")
+    if components is None and (folder / MODEL_INDEX).is_file():
+        return open_source(str(folder), components=(), variant=variant)
+    if repo_id := report.source.get("repo_id"):
+        revision = report.source.get("revision")
+        return open_source(repo_id, components=components or (), revision=revision, variant=variant, offline=offline)
+    origin = report.source.get("model")
+    lacks, what = ("no whole pipeline", "pipeline") if components is None else ("nothing unquantized", "model")
+    raise UsageError(
+        f"{folder} holds {lacks}, and does not say where that is",
+        hint=f"name the {what}{f' {origin}' if origin else ''} with --source, a folder or org/name",
+    )
 
 
 def _quantized(
@@ -325,7 +322,7 @@ def _quantized(
         raise refusal(sizes, devices.available_bytes(place), place, offload) from error
 
 
-def _role(report: Report, index: Mapping[str, Any]) -> str:
+def role_of(report: Report, index: Mapping[str, Any]) -> str:
     """The component of a pipeline that a flat checkpoint folder can be: the only one of its class."""
     (component,) = report.components
     roles = [name for name, value in index.items() if isinstance(value, list) and value[-1] == component.class_name]
@@ -373,12 +370,16 @@ def put(pipeline: Any, place: torch.device, offload: Offload) -> None:
 def _compile(pipeline: Any) -> None:
     for name in _DENOISERS:
         module = getattr(pipeline, name, None)
-        if not isinstance(module, nn.Module):
-            continue
-        if getattr(module, "_repeated_blocks", None):
-            module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
-        else:
-            module.compile(fullgraph=True)
+        if isinstance(module, nn.Module):
+            compile_module(module)
+
+
+def compile_module(module: nn.Module) -> None:
+    """torch.compile `module` in place: its repeated blocks, or all of it where diffusers knows of none."""
+    if getattr(module, "_repeated_blocks", None):
+        module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
+    else:
+        module.compile(fullgraph=True)
 
 
 @contextlib.contextmanager

@@ -41,6 +41,12 @@ def available_bytes(place: torch.device) -> int | None:
     return free + held
 
 
+def synchronize(place: torch.device) -> None:
+    """Wait until all that was asked of `place` is done."""
+    if place.type in ("cuda", "xpu", "mps"):
+        getattr(torch, place.type).synchronize()
+
+
 def num_cpus() -> int:
     """The cores that this process may use."""
     with contextlib.suppress(AttributeError):  # not on macOS and Windows
