@@ -117,14 +117,20 @@ def load_pipeline(
     return pipeline
 
 
-def upgrade(folder: str | Path, output: str | Path | None = None, *, overwrite: bool = False) -> Upgraded:
+def upgrade(
+    folder: str | Path,
+    output: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Upgraded:
     """Write a checkpoint of torchao's earlier tensor classes anew in today's, its values bit by bit the same.
 
     output: default `FOLDER-upgraded`. The original model is not needed. Raises as `aoquant.upgrading.upgrade`.
     """
     from aoquant import upgrading
 
-    return upgrading.upgrade(folder, output, overwrite=overwrite)
+    return upgrading.upgrade(folder, output, overwrite=overwrite, on_progress=on_progress)
 
 
 def verify(folder: str | Path, *, on_progress: OnProgress | None = None) -> Verification:

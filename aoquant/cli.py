@@ -281,7 +281,8 @@ def upgrade(
     from aoquant.tables import upgraded_table
 
     console = Console(as_json=json, quiet=quiet)
-    upgraded = upgrading.upgrade(folder, output, overwrite=overwrite)
+    with console.progress() as on_progress:
+        upgraded = upgrading.upgrade(folder, output, overwrite=overwrite, on_progress=on_progress)
     console.result(upgraded.to_json(), lambda: upgraded_table(upgraded))
 
 
