@@ -202,6 +202,9 @@ def load(
 
     console = Console(as_json=json, quiet=quiet)
     reports = [loaded.report for loaded in loading.load_each(folder, device=device, trust_pickle=trust_pickle)]
+    for report in reports:
+        if report.unpickled == "trusted":
+            console.note(f"{report.name or report.class_name}: its .bin was unpickled without any check, as asked")
     document = {"schema": loading.SCHEMA, "components": [report.to_json() for report in reports]}
     console.result(document, lambda: loaded_tables(reports))
 

@@ -195,6 +195,8 @@ def test_trusted_components_are_those_that_load_safely(
     folder = spoilt(name, HARMLESS, **({"max_shard_size": 20_000} if shards else {}))
     code, _, err = run(["load", str(folder)], capsys)
     assert code == 5 and "argparse.Namespace" in err and "--trust-pickle" in err
+    code, _, err = run(["load", str(folder), "--trust-pickle"], capsys)
+    assert (code, "without any check" in err) == (0, True)
     (loaded,) = loading.load_each(folder, trust_pickle=True)
     assert loaded.report.unpickled == "trusted"
     expected = aoquant.load(made(name, "int8wo").plan.output)
