@@ -93,11 +93,12 @@ def load_component(folder: str | Path, name: str, *, device: str = "cpu", trust_
     not load here; UnsafeError for a `.bin` that would run code; ResourceError if it does not fit the device.
     """
     place = devices.choose(device)
-    report = inspect(folder)
-    found = {component.name: component for component in _quantized(report, folder)}
-    if name not in found:
-        raise UsageError(f"{folder} has no quantized component {name}", hint=f"it has {', '.join(found)}")
-    return _load(Path(folder), found[name], place, report.versions, trust_pickle=trust_pickle)
+    with libraries.uncollected():
+        report = inspect(folder)
+        found = {component.name: component for component in _quantized(report, folder)}
+        if name not in found:
+            raise UsageError(f"{folder} has no quantized component {name}", hint=f"it has {', '.join(found)}")
+        return _load(Path(folder), found[name], place, report.versions, trust_pickle=trust_pickle)
 
 
 def load_each(
@@ -116,7 +117,11 @@ def load_each(
         if problem.severity == "error":
             raise CheckpointError(problem.text, hint=f"`aoquant inspect {folder}` shows every problem")
     for component in _quantized(report, folder):
-        yield _load(Path(folder), component, place, report.versions, trust_pickle=trust_pickle, offloaded=offloaded)
+        with libraries.uncollected():
+            loaded = _load(
+                Path(folder), component, place, report.versions, trust_pickle=trust_pickle, offloaded=offloaded
+            )
+        yield loaded
 
 
 def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
@@ -155,8 +160,9 @@ def _load(
         module, missing, added, unpickled = _module(folder, report, options, dtype, trust_pickle=trust_pickle)
         if unpickled == "trusted":
             module = module.to(home)
-        _refuse_incomplete(folder, report, writers, module)
-        _check_loaded(report, module, missing=missing)
+        state = module.state_dict(keep_vars=True)  # else every tensor is detached
+        _refuse_incomplete(folder, report, writers, state)
+        _check_loaded(report, state, missing=missing)
         from aoquant import int4  # torchao is talkative when it is first imported
 
         int4.to_runnable(module, place)
@@ -282,23 +288,25 @@ def _refuse_unsound(folder: Path, report: ComponentReport, *, trust_pickle: bool
             )
 
 
-def _refuse_incomplete(folder: Path, report: ComponentReport, writers: Mapping[str, str], module: nn.Module) -> None:
+def _refuse_incomplete(
+    folder: Path, report: ComponentReport, writers: Mapping[str, str], state: Mapping[str, torch.Tensor]
+) -> None:
     """A `.bin` gives tensors the attributes that their class had when it was written."""
-    for name, tensor in module.state_dict().items():
+    for name, tensor in state.items():
         if lacking := versions.lacks(_plain(tensor)):
             fault = f"{name} has no {lacking}, unlike the {_kind(tensor)} of the torchao here"
             raise versions.misfit(folder, report, writers, fault)
 
 
-def _check_loaded(report: ComponentReport, module: nn.Module, *, missing: Collection[str]) -> None:
+def _check_loaded(report: ComponentReport, state: Mapping[str, torch.Tensor], *, missing: Collection[str]) -> None:
     """What they could not fill, diffusers leaves on the meta device and transformers makes up; a log line says so."""
-    empty = [name for name, tensor in module.state_dict().items() if tensor.device.type == "meta"]
+    empty = [name for name, tensor in state.items() if tensor.device.type == "meta"]
     if unfilled := sorted({*empty, *missing}):
         raise CheckpointError(
             f"{_title(report)}: {len(unfilled)} tensors were not filled, first {unfilled[0]}",
             hint="config.json and the weights do not belong together",
         )
-    quantized = {name for name, tensor in module.state_dict().items() if type(_plain(tensor)) is not torch.Tensor}
+    quantized = {name for name, tensor in state.items() if type(_plain(tensor)) is not torch.Tensor}
     stored = sum(not entry.is_plain for entry in report.entries.values())
     if len(quantized) != stored:
         raise CheckpointError(
@@ -308,7 +316,7 @@ def _check_loaded(report: ComponentReport, module: nn.Module, *, missing: Collec
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.data if isinstance(tensor, nn.Parameter) else tensor
+    return tensor.data if type(tensor) is nn.Parameter else tensor  # a parameter of another class stays of that class
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import importlib
 import pickle
 import re
@@ -78,6 +79,7 @@ def _as_torch_takes_them(added: Mapping[str, Any]) -> list[Any]:
     return [thing for path, thing in added.items() if f"{thing.__module__}.{getattr(thing, '__name__', '')}" == path]
 
 
+@functools.cache
 def data(path: str) -> Any:
     """The dtype or class at `path` if it is here, and data and nothing else; else None."""
     try:

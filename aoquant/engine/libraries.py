@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -75,6 +76,18 @@ def load(name: Literal["diffusers", "transformers", "torchao.quantization"]) -> 
         importlib.import_module("torchao.quantization")
         importlib.import_module("aoquant.lowbit")  # which makes its tensor class known to stock loaders
         return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection: one of them walks all of torch, which takes longer than loading a component does."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def versions() -> dict[str, str]:
