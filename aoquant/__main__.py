@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
@@ -12,7 +13,9 @@ def run() -> None:
     except KeyboardInterrupt:  # before `main` could take care of signals
         sys.stderr.write("error: interrupted\nhint: nothing was left behind\n")
         sys.exit(130)
-    sys.exit(main())
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, and Python's own end is no place for a traceback
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,9 @@ def load(
         component = names[0]
     if component is None or component not in names:
         asked = f"no component {component}" if component is not None else f"{len(names)} components"
-        raise UsageError(f"{folder} holds {asked}", hint=f"say which: {', '.join(names)}")
+        named = ", ".join(filter(None, names))
+        hint = f"say which: {named}" if named else "it holds one without a name: leave component out"
+        raise UsageError(f"{folder} holds {asked}", hint=hint)
     loaded: loading.Loaded = loading.load_component(folder, component, device=device, trust_pickle=trust_pickle)
     return loaded.module
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import secrets
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import aoquant.errors
 from aoquant.errors import AoquantError, ResourceError, UsageError, is_out_of_memory
+from aoquant.output import translated
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from aoquant.report import Report
 
 SCHEMA = "aoquant.bench/1"
+PLOTS = (".png", ".svg", ".pdf")
 
 OnCase = Callable[[str], None]
 """Called with what is being measured."""
@@ -107,12 +110,27 @@ def case_title(original: bool, is_compiled: bool) -> str:
     return ("original" if original else "quantized") + (", compiled" if is_compiled else "")
 
 
-def plot(document: Mapping[str, Any], target: Path) -> None:
-    """Draw the cases as bars, into a file of any kind that matplotlib writes. Raises UsageError without matplotlib."""
+def check_plot(target: Path) -> None:
+    """Raise UsageError where `plot` could not draw: without matplotlib, or into a file that cannot be written."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise UsageError("--plot needs the matplotlib package", hint="pip install matplotlib") from error
+    if target.suffix.lower() not in PLOTS:
+        raise UsageError(f"{target} is no name for a plot", hint=f"end it in {', '.join(PLOTS)}")
+    beside = _beside(target)
+    try:
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}", hint="choose another --plot") from error
+
+
+def plot(document: Mapping[str, Any], target: Path) -> None:
+    """Draw the cases as bars. Raises UsageError as `check_plot`; ResourceError for a full disk."""
+    check_plot(target)
+    from matplotlib.figure import Figure
+
     cases = [(component, case) for component in document["components"] for case in component["cases"]]
     several = len(document["components"]) > 1
     labels = [
@@ -131,12 +149,19 @@ def plot(document: Mapping[str, Any], target: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     axes.invert_yaxis()  # all three share it
     figure.suptitle(f"{Path(document['folder']).name} on {document['device']}", fontsize=11)
+    beside = _beside(target)
     try:
-        figure.savefig(target, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{target} cannot be written: {error}", hint="choose another --plot, such as bench.png"
-        ) from error
+        figure.savefig(beside, dpi=150)
+        beside.replace(target)
+    except OSError as error:
+        raise translated(error, target) from error
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{secrets.token_hex(8)}{target.suffix.lower()}")
 
 
 def _components(report: Report, folder: str, names: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -266,7 +291,7 @@ def _original(
     component = open_component(source, name)
     if component.class_name != class_name:
         raise UsageError(
-            f"{name or 'the model'} of {source.model} is a {component.class_name}, and the checkpoint's a {class_name}",
+            f"{name or 'the model'} of {source.model} is of {component.class_name}, and the checkpoint of {class_name}",
             hint="name what it was made from with --source",
         )
     with source.arriving(component.weights.files) as wait:

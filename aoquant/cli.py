@@ -17,6 +17,7 @@ import typer
 from aoquant import __version__
 from aoquant.console import Console, ReaderGone, accept_any_text, open_streams, silence_stdout
 from aoquant.errors import AoquantError, CheckpointError, ResourceError, UsageError, is_out_of_memory
+from aoquant.output import finished, is_staging
 from aoquant.request import Options, Request, make_request
 
 INTERRUPTED = 130
@@ -252,6 +253,13 @@ def generate(
             loaded, prompt, seed=seed, steps=steps, guidance=guidance, height=height, width=width, num_frames=num_frames
         )
     pipelines.save(generated, target, fps=fps)
+    drawn = generated.frames[0]
+    if (height or drawn.height, width or drawn.width) != (drawn.height, drawn.width):
+        console.note(
+            f"drawn at {drawn.width} × {drawn.height}, the nearest size that {type(loaded.pipeline).__name__} takes"
+        )
+    if num_frames is not None and num_frames != len(generated.frames):
+        console.note(f"drawn as {len(generated.frames)} frames, the nearest number that it takes")
     document = generated.to_json(loaded, target)
     console.result(document, lambda: generated_line(document))
 
@@ -287,6 +295,8 @@ def upgrade(
     with console.progress() as on_progress:
         upgraded = upgrading.upgrade(folder, output, overwrite=overwrite, on_progress=on_progress)
     console.result(upgraded.to_json(), lambda: upgraded_table(upgraded))
+    if upgraded.snippet:
+        console.code(upgraded.snippet.rstrip())
 
 
 @app.command(help="Merge folders of different components of one pipeline, such as several machines made.")
@@ -376,12 +386,14 @@ def bench(
         "height": height, "width": width, "num_frames": num_frames,
     }  # fmt: skip
     names = [name.replace("-", "_") for name in component or ()]
+    if plot is not None:
+        benchmarking.check_plot(Path(plot))
     document = benchmarking.bench(
         folder, settings, components=names, compiled=compile, rounds=rounds, on_case=console.note
     )
+    console.result(document, lambda: bench_table(document))
     if plot is not None:
         benchmarking.plot(document, Path(plot))
-    console.result(document, lambda: bench_table(document))
 
 
 @app.command(help="Show versions, devices, and what they can make and run, config by config.")
@@ -481,27 +493,27 @@ class _Signals:
         for other in self._caught:
             signal.signal(other, signal.SIG_IGN)
         self.received = True
-        if _is_importing(frame):
+        if _is_importing(frame) and not is_staging():
             _say_interrupted()
             os._exit(INTERRUPTED)
         raise _Interrupted
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported, and no output folder is open.
+    """Whether a module is being imported.
 
-    Then nothing is there to be removed, and an exception would do harm: C++ in torch 2.13 aborts on it now and then,
-    and libraries take it for a missing module.
+    Then an exception would do harm: C++ in torch 2.13 aborts on it now and then, and libraries take it for a missing
+    module.
     """
-    importing = False
     while frame is not None:
-        importing = importing or frame.f_code.co_filename == "<frozen importlib._bootstrap>"
-        if frame.f_globals.get("__name__") == "aoquant.engine.run":
-            return False
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
         frame = frame.f_back
-    return importing
+    return False
 
 
 def _say_interrupted(left: str = "") -> None:
-    Console().error(AoquantError("interrupted", hint=left or "nothing was left behind"))
+    whole = ", ".join(map(str, finished()))
+    hint = left or (f"{whole} is whole: it was finished before" if whole else "nothing was left behind")
+    Console().error(AoquantError("interrupted", hint=hint))
     sys.stderr.flush()

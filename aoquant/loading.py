@@ -142,8 +142,12 @@ def _load(
     trust_pickle: bool,
     offloaded: bool = False,
 ) -> Loaded:
-    _refuse_unsound(folder, report, trust_pickle=trust_pickle)
-    versions.refuse_others(folder, report, writers)
+    if not trust_pickle:
+        _refuse_unsafe(report)
+    if not report.entries:
+        _refuse_unsound(folder, report)
+    versions.refuse_others(folder, report, writers)  # says more than that config and tensors disagree
+    _refuse_unsound(folder, report)
     dtype = dtype_of(report)
     libraries.find_class(_library(report), report.class_name)  # outside `quiet`, which stops bars of what is imported
     options: dict[str, Any] = {
@@ -218,11 +222,11 @@ def _from_pretrained(
                 raise
             if stopped := unpickling.blocked(error):
                 raise UnsafeError(
-                    f"{_title(report)}: torch {torch.__version__} does not unpickle {stopped} safely",
+                    f"{report.title}: torch {torch.__version__} does not unpickle {stopped} safely",
                     hint=f"a newer torch may; {unpickling.TRUST_HINT}",
                 ) from error
             raise CheckpointError(
-                f"{_title(report)} does not load: {' '.join(str(error).split())[:200]}",
+                f"{report.title} does not load: {' '.join(str(error).split())[:200]}",
                 hint=f"it was made with {_versions(report)}; installed are {_installed(report)}",
             ) from error
     return module, info["missing_keys"], added
@@ -264,7 +268,7 @@ def _fitting(report: ComponentReport, place: torch.device) -> Iterator[None]:
         available = devices.available_bytes(place)
         has = f", and there are {available:,}" if available is not None else ""
         raise ResourceError(
-            f"{_title(report)} does not fit {place}: its weights take {report.weight_bytes:,} bytes{has}",
+            f"{report.title} does not fit {place}: its weights take {report.weight_bytes:,} bytes{has}",
             hint="free memory, or load it on a larger machine"
             if place.type == "cpu"
             else "free memory, or choose another --device",
@@ -278,13 +282,11 @@ def _refuse_unsafe(report: ComponentReport) -> None:
         raise UnsafeError(error.message, hint=f"{error.hint}; {unpickling.TRUST_HINT}") from error
 
 
-def _refuse_unsound(folder: Path, report: ComponentReport, *, trust_pickle: bool) -> None:
-    if not trust_pickle:
-        _refuse_unsafe(report)
+def _refuse_unsound(folder: Path, report: ComponentReport) -> None:
     for problem in report.problems:
         if problem.severity == "error" and not problem.is_unsafe:
             raise CheckpointError(
-                f"{_title(report)}: {problem.text}", hint=f"`aoquant inspect {folder}` shows every problem"
+                f"{report.title}: {problem.text}", hint=f"`aoquant inspect {folder}` shows every problem"
             )
 
 
@@ -303,14 +305,14 @@ def _check_loaded(report: ComponentReport, state: Mapping[str, torch.Tensor], *,
     empty = [name for name, tensor in state.items() if tensor.device.type == "meta"]
     if unfilled := sorted({*empty, *missing}):
         raise CheckpointError(
-            f"{_title(report)}: {len(unfilled)} tensors were not filled, first {unfilled[0]}",
+            f"{report.title}: {len(unfilled)} tensors were not filled, first {unfilled[0]}",
             hint="config.json and the weights do not belong together",
         )
     quantized = {name for name, tensor in state.items() if type(_plain(tensor)) is not torch.Tensor}
     stored = sum(not entry.is_plain for entry in report.entries.values())
     if len(quantized) != stored:
         raise CheckpointError(
-            f"{_title(report)}: {stored} tensors are stored quantized, {len(quantized)} were loaded so",
+            f"{report.title}: {stored} tensors are stored quantized, {len(quantized)} were loaded so",
             hint="config.json and the weights do not belong together",
         )
 
@@ -352,7 +354,7 @@ def dtype_of(report: ComponentReport) -> torch.dtype:
 def _library(report: ComponentReport) -> libraries.Library:
     if report.library not in ("diffusers", "transformers") or not report.class_name:
         raise CheckpointError(
-            f"{_title(report)}: its config.json does not say which class of which library it is for",
+            f"{report.title}: its config.json does not say which class of which library it is for",
             hint="a component's config.json has _class_name (diffusers) or architectures (transformers)",
         )
     return "diffusers" if report.library == "diffusers" else "transformers"
@@ -365,7 +367,3 @@ def _versions(report: ComponentReport) -> str:
 def _installed(report: ComponentReport) -> str:
     versions = libraries.versions()
     return ", ".join(f"{name} {versions[name]}" for name in ("torch", "torchao", report.library))
-
-
-def _title(report: ComponentReport) -> str:
-    return report.name or report.class_name

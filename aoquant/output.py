@@ -158,6 +158,20 @@ def link(origin: Path, target: Path) -> bool:
     return True
 
 
+_open: list[Path] = []
+_finished: list[Path] = []
+
+
+def is_staging() -> bool:
+    """Whether this process has a folder that is to be removed if it ends now."""
+    return bool(_open)
+
+
+def finished() -> list[Path]:
+    """The folders that took their places in this process."""
+    return list(_finished)
+
+
 @contextlib.contextmanager
 def staging(output: Path) -> Iterator[Path]:
     """A fresh folder beside `output`, which takes its place when the block ends well, and is removed when it does not.
@@ -176,15 +190,18 @@ def staging(output: Path) -> Iterator[Path]:
                 made.append(parent)
         _sweep(place)
         folder = _beside(place, ".new")
+        _open.append(folder)
         try:
             folder.mkdir()
             with _held(folder):
                 yield folder
                 _put_in_place(folder, place, replaces=replaces)
             done = True
+            _finished.append(output)
             _sweep(place)
         finally:
             _remove(folder)
+            _open.remove(folder)
     except OSError as error:
         raise translated(error, output) from error
     finally:

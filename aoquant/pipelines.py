@@ -7,7 +7,9 @@ commit. Nothing quantized is ever cast.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect as signatures
+import math
 import os
 import secrets
 import statistics
@@ -23,8 +25,9 @@ from torch import nn
 
 from aoquant import loading
 from aoquant.checkpoint.layout import MODEL_INDEX
+from aoquant.checkpoint.pickles import read_pickle_file
 from aoquant.engine import devices, libraries
-from aoquant.errors import AoquantError, CheckpointError, ResourceError, UsageError, is_out_of_memory
+from aoquant.errors import AoquantError, CheckpointError, ResourceError, UnsafeError, UsageError, is_out_of_memory
 from aoquant.inspection import inspect
 from aoquant.output import translated
 from aoquant.report import Report
@@ -130,6 +133,7 @@ def load(
     if rest.model_index is None:
         raise UsageError(f"{rest.model} is a single component, not a pipeline", hint="name a pipeline with --source")
     roles = {name: name or role_of(report, rest.model_index) for name in names}
+    _check_roles(report, roles, rest)
     others = [path for path, _ in rest.other_files(quantized=tuple(roles.values())).values()]
     modules: dict[str, nn.Module] = {}
     with rest.arriving(others, on_progress=on_progress) as wait:
@@ -137,6 +141,8 @@ def load(
             modules[roles[name]] = module
         for path in others:
             wait(path)
+            if path.suffix == ".bin":
+                _refuse_unsafe(path, trust_pickle=trust_pickle)
     dtype = loading.dtype_of(next(component for component in report.components if component.name == names[0]))
     pipeline = _assemble(rest, modules, dtype)
     with _fitting(pipeline, place, mode):
@@ -175,6 +181,10 @@ def generate(
         "num_frames": num_frames,
     }  # fmt: skip
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if guidance is not None and not math.isfinite(guidance):
+        raise UsageError(f"--guidance {guidance} is no finite number", hint="usual values lie between 1 and 10")
+    if not 0 <= seed < 2**64:
+        raise UsageError(f"--seed {seed} is not from 0 to 2^64 - 1", hint="choose another one")
     takes = loaded.parameters
     for name, option in _OPTIONS.items():
         if name in given and name not in takes:
@@ -193,6 +203,13 @@ def generate(
         except ValueError as error:  # diffusers checks sizes and counts so
             raise UsageError(
                 f"{type(pipeline).__name__}: {' '.join(str(error).split())[:200]}", hint="change that option"
+            ) from error
+        except (RuntimeError, AttributeError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise CheckpointError(
+                f"{type(pipeline).__name__} does not draw: {' '.join(str(error).split())[:200]}",
+                hint="its components may be of different models, or --height and --width too small",
             ) from error
     seconds = time.perf_counter() - start
     drawn = result.frames[0] if hasattr(result, "frames") else result.images
@@ -222,6 +239,14 @@ def check_target(target: Path, *, is_video: bool | None = None, overwrite: bool 
         raise UsageError(f"{target} cannot be written: no such folder", hint="make the folder, or choose another one")
     if target.exists() and not overwrite:
         raise UsageError(f"{target} exists", hint="choose another --output, or replace it with --overwrite")
+    if target.suffix.lower() == ".mp4":
+        _imageio()
+    beside = target.with_name(f".{secrets.token_hex(8)}")
+    try:
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}", hint="choose another place for it") from error
 
 
 def save(generated: Generated, target: Path, *, fps: int = 16) -> None:
@@ -239,7 +264,8 @@ def save(generated: Generated, target: Path, *, fps: int = 16) -> None:
     except OSError as error:
         raise translated(error, target) from error
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -320,6 +346,37 @@ def _quantized(
     except ResourceError as error:
         sizes = [component.weight_bytes for component in report.components if component.num_quantized]
         raise refusal(sizes, devices.available_bytes(place), place, offload) from error
+
+
+def _check_roles(report: Report, roles: Mapping[str, str], rest: Source) -> None:
+    """Raise UsageError unless the pipeline has each component: diffusers drops those that it does not know."""
+    for component in report.components:
+        if component.name not in roles:
+            continue
+        role = roles[component.name]
+        entry = (rest.model_index or {}).get(role)
+        found = entry[-1] if isinstance(entry, list) and entry else None
+        if found == component.class_name:
+            continue
+        has = f"its {role} is a {found}" if found else f"it has no {role}"
+        raise UsageError(
+            f"{component.title}, a {component.class_name}, is no part of {rest.model}: {has}",
+            hint="name the pipeline that it was made from with --source",
+        )
+
+
+def _refuse_unsafe(path: Path, *, trust_pickle: bool) -> None:
+    """Raise UnsafeError if unpickling a file of the pipeline's other components would run code.
+
+    diffusers and transformers would not let it, in words that advise to.
+    """
+    named = read_pickle_file(path).suspicious
+    if named:
+        more = ", which --trust-pickle does not change: it is for quantized components" if trust_pickle else ""
+        raise UnsafeError(
+            f"{path.parent.name}/{path.name}: unpickling it would run code: {', '.join(named[:3])}{more}",
+            hint="take the pipeline from a source that you trust, or in safetensors",
+        )
 
 
 def role_of(report: Report, index: Mapping[str, Any]) -> str:
@@ -422,10 +479,17 @@ def _as_images(drawn: Any) -> list[Any]:
 
 
 def _save_mp4(frames: list[Any], target: Path, fps: int) -> None:
+    _imageio()
     from diffusers.utils import export_to_video
 
-    try:
+    with libraries.quiet():
         export_to_video(frames, str(target), fps=fps)
+
+
+def _imageio() -> None:
+    try:
+        for name in ("imageio", "imageio_ffmpeg"):
+            importlib.import_module(name)
     except ImportError as error:
         raise UsageError(
             "writing .mp4 needs the imageio and imageio-ffmpeg packages",

@@ -75,6 +75,11 @@ class ComponentReport:
     problems: tuple[Problem, ...]
 
     @property
+    def title(self) -> str:
+        """Its name, or what it is where it has none."""
+        return self.name or self.class_name or "the component"
+
+    @property
     def file_bytes(self) -> int:
         """Bytes of the weight files that were read."""
         return sum(file.num_bytes for file in self.files if file.status != "unread")
@@ -110,8 +115,7 @@ class ComponentReport:
         """Raise UnsafeError if unpickling one of its files would run code."""
         if self.suspicious:
             raise UnsafeError(
-                f"{self.name or self.class_name or 'the file'}: unpickling it would run code: "
-                + ", ".join(self.suspicious[:3]),
+                f"{self.title}: unpickling it would run code: " + ", ".join(self.suspicious[:3]),
                 hint="do not load it; get the checkpoint from a source you trust",
             )
 

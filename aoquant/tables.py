@@ -246,8 +246,8 @@ def loaded_tables(loaded: Sequence[LoadReport]) -> RenderableType:
 def upgraded_table(upgraded: Upgraded) -> RenderableType:
     """A row for each component that was written anew, and where."""
     table = _table("component", "class", "config", ">upgraded")
-    for name, class_name, config, count in upgraded.components:
-        table.add_row(_cell(name or "(root)"), _cell(class_name), config, str(count))
+    for part in upgraded.components:
+        table.add_row(_cell(part.name or "(root)"), _cell(part.class_name), part.config, str(part.num_quantized))
     return Group(table, Text(f"{upgraded.output}: every value is as it was"))
 
 

@@ -12,7 +12,7 @@ import json
 import mmap
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,12 +23,23 @@ import aoquant
 from aoquant import output, versions
 from aoquant.checkpoint.config_block import read_config_block
 from aoquant.checkpoint.files import quoted, read_json
-from aoquant.checkpoint.layout import CONFIG, locate_weights
-from aoquant.checkpoint.manifest import CARD, MANIFEST, FileRecord, Manifest, model_card, parse_manifest
+from aoquant.checkpoint.layout import CONFIG, MODEL_INDEX, locate_weights
+from aoquant.checkpoint.manifest import (
+    CARD,
+    MANIFEST,
+    ComponentRecord,
+    FileRecord,
+    Manifest,
+    Origin,
+    model_card,
+    parse_manifest,
+    snippet,
+)
 from aoquant.checkpoint.tensors import Entry, StoredTensor
 from aoquant.configs import parse_config
 from aoquant.engine import libraries
 from aoquant.engine.formats import parts
+from aoquant.engine.job import needs
 from aoquant.engine.quantize import Kernel, kernel_for
 from aoquant.errors import AoquantError, CheckpointError, UsageError
 from aoquant.inspection import inspect
@@ -55,11 +66,13 @@ _SYMMETRIC = "_int8_symm_per_token_reduced_range_quant"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upgraded:
-    """A finished upgrade. components: (name, class, config, number of weights in a new class)."""
+    """A finished upgrade. components: what was written anew. snippet: the lines that load it; empty where there is a
+    component whose config is not known."""
 
     folder: Path
     output: Path
-    components: tuple[tuple[str, str, str, int], ...]
+    components: tuple[ComponentRecord, ...]
+    snippet: str
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -67,9 +80,15 @@ class Upgraded:
             "folder": self.folder.as_posix(),
             "output": self.output.as_posix(),
             "components": [
-                {"name": name, "class": class_name, "config": config, "upgraded": count}
-                for name, class_name, config, count in self.components
+                {
+                    "name": component.name,
+                    "class": component.class_name,
+                    "config": component.config,
+                    "upgraded": component.num_quantized,
+                }
+                for component in self.components
             ],
+            "snippet": self.snippet,
         }
 
 
@@ -106,18 +125,26 @@ def upgrade(
     for problem in [*report.problems, *(problem for part in report.components for problem in part.problems)]:
         if problem.severity == "error":
             raise CheckpointError(problem.text, hint=f"`aoquant inspect {folder}` shows every problem")
+    for name in ("torchao.quantization", "diffusers", "transformers"):
+        libraries.load(name)  # quietly, and before there is anything to be removed
     old = [component for component in report.components if _is_old(folder, component, report)]
     if not old:
+        for component in report.components:
+            if component.num_quantized:
+                versions.refuse_others(folder, component, report.versions)
         raise UsageError(f"{folder} holds nothing to upgrade", hint="`aoquant load` it as it is")
     place = Path(target) if target is not None else folder.resolve().with_name(f"{folder.resolve().name}-upgraded")
     output.check_place(place, overwrite=overwrite, source=folder)
+    if folder.resolve() in place.resolve().parents:
+        raise UsageError(f"{place} lies in {folder}, which is copied", hint="choose another --output")
     output.check_disk(place, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
-    components = []
+    records: list[ComponentRecord] = []
     with output.staging(place) as staging:
         rewritten = {path for component in old for path in _rewritten(folder, component)}
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and path not in rewritten:
-                _copy(path, staging / path.relative_to(folder))
+            relative = path.relative_to(folder)
+            if path.is_file() and path not in rewritten and not any(part.startswith(".") for part in relative.parts):
+                _copy(path, staging / relative)
         done, total = 0, sum(component.weight_bytes for component in old)
 
         def advance(component: ComponentReport, num_bytes: int) -> None:
@@ -127,12 +154,13 @@ def upgrade(
                 on_progress(f"upgrading {component.name or component.class_name}", done, total)
 
         for component in old:
-            config, count = _write_component(folder, component, staging, advance)
-            components.append((component.name, component.class_name, config, count))
-        if (folder / MANIFEST).exists():
-            _write_manifest(folder, staging, place.name)
+            records.append(_write_component(folder, component, staging, advance))
+        manifest = _manifest(folder, report, records)
+        if manifest is not None:
+            manifest = _write_manifest(manifest, staging, place.name)
         _check(staging)
-    return Upgraded(folder=folder, output=place, components=tuple(components))
+    lines = snippet(manifest, folder=str(place), rest=manifest.rest(str(place))) if manifest is not None else ""
+    return Upgraded(folder=folder, output=place, components=tuple(records), snippet=lines)
 
 
 def _is_old(folder: Path, component: ComponentReport, report: Report) -> bool:
@@ -150,6 +178,41 @@ def _is_old(folder: Path, component: ComponentReport, report: Report) -> bool:
     return False
 
 
+def _manifest(folder: Path, report: Report, upgraded: Sequence[ComponentRecord]) -> Manifest | None:
+    """What aoquant.json says of the new folder, but for its files; None if there is a weight of an unknown config."""
+    if (folder / MANIFEST).exists():
+        old = parse_manifest(read_json(folder / MANIFEST))
+        return dataclasses.replace(old, writer=aoquant.__version__, versions=libraries.versions(), files=())
+    if {record.name for record in upgraded} != {part.name for part in report.components if part.num_quantized}:
+        return None
+    index = folder / MODEL_INDEX
+    pipeline = read_json(index).get("_class_name") if index.exists() else None
+    return Manifest(
+        origin=Origin(
+            model=folder.resolve().name,
+            repo_id=None,
+            revision=None,
+            variant=None,
+            pipeline=pipeline if isinstance(pipeline, str) else None,
+        ),
+        writer=aoquant.__version__,
+        versions=libraries.versions(),
+        format="bin"
+        if all(part.format == "bin" for part in report.components if part.num_quantized)
+        else "safetensors",
+        dtype=_dtype(report),
+        components=tuple(upgraded),
+        files=(),
+    )
+
+
+def _dtype(report: Report) -> str:
+    logical = Counter(
+        entry.dtype for part in report.components for entry in part.entries.values() if not entry.is_plain
+    )
+    return logical.most_common(1)[0][0]
+
+
 def _rewritten(folder: Path, component: ComponentReport) -> list[Path]:
     where = folder / component.name
     weights = locate_weights(where).weights
@@ -164,19 +227,63 @@ def _copy(origin: Path, target: Path) -> None:
 
 def _write_component(
     folder: Path, component: ComponentReport, staging: Path, advance: Callable[[ComponentReport, int], None]
-) -> tuple[str, int]:
-    """Write one component's files; gives today's config of its weights and how many there are."""
-    title = component.name or component.class_name
-    if component.format != "bin":
-        raise CheckpointError(f"{title} is in safetensors, and older classes only ever were in .bin", hint=_AGAIN)
+) -> ComponentRecord:
+    """Write one component's files anew, and say what they hold."""
+    where = folder / component.name
+    (staging / component.name).mkdir(parents=True, exist_ok=True)
+    try:
+        if component.format == "safetensors":
+            config, dtype, count = _keep_safetensors(folder, component, staging, advance)
+        else:
+            config, dtype, count = _write_bin(folder, component, staging, advance)
+    except CheckpointError as error:
+        title = component.name or component.class_name
+        raise CheckpointError(f"{title}: {error.message}" if title else error.message, hint=error.hint) from error
+    text = _config_text(where, component, kernel_for(parse_config(config), dtype))
+    (staging / component.name / CONFIG).write_text(text, encoding="utf-8")
+    return ComponentRecord(
+        name=component.name,
+        library=component.library,
+        class_name=component.class_name,
+        config=config,
+        needs=needs(parse_config(config)),
+        num_quantized=count,
+        kept={},
+        num_other=len(component.entries) - count,
+    )
+
+
+def _keep_safetensors(
+    folder: Path, component: ComponentReport, staging: Path, advance: Callable[[ComponentReport, int], None]
+) -> tuple[str, torch.dtype, int]:
+    """Of safetensors, which hold no class of old, only config.json is: copy them. Gives config, dtype and how many."""
+    config = versions.config_name(folder, component)
+    if not config:
+        raise CheckpointError("config.json does not say what its safetensors are", hint=_AGAIN)
+    quantized = [entry for entry in component.entries.values() if not entry.is_plain]
+    for entry in quantized:
+        found = {name: (torch.Size(part.shape), getattr(torch, part.dtype)) for name, part in entry.parts.items()}
+        like = _outline(entry, config)
+        if type(like).__name__ != entry.kind or found != _forms(parts(like)):
+            raise _unknown(entry, f"is no weight of {config}")
+        _refuse_other_activations(entry, config)
+    weights = locate_weights(folder / component.name).weights
+    for path in (*weights.files, *([weights.index] if weights.index is not None else [])):
+        _copy(path, staging / path.relative_to(folder))
+    advance(component, component.weight_bytes)
+    return config, getattr(torch, quantized[0].dtype), len(quantized)
+
+
+def _write_bin(
+    folder: Path, component: ComponentReport, staging: Path, advance: Callable[[ComponentReport, int], None]
+) -> tuple[str, torch.dtype, int]:
+    """Write its weights in today's classes. Gives their config and dtype, and how many there are."""
     if component.other_values:
         name = quoted(next(iter(component.other_values)), quote=False)
-        raise CheckpointError(f"{title}: {name} holds no tensor, and would be lost", hint=_AGAIN)
-    where = folder / component.name
+        raise CheckpointError(f"{name} holds no tensor, and would be lost", hint=_AGAIN)
     config_name = versions.config_name(folder, component)
-    (staging / component.name).mkdir(parents=True, exist_ok=True)
     configs: Counter[tuple[str, torch.dtype]] = Counter()
-    weights = locate_weights(where).weights
+    weights = locate_weights(folder / component.name).weights
     total_size = 0
     for file in weights.files:
         storages = _Storages(file)
@@ -199,14 +306,12 @@ def _write_component(
         torch.save(state, staging / file.relative_to(folder))
         total_size += sum(part.nbytes for tensor in state.values() for part in parts(tensor).values())
     if len(configs) != 1:
-        raise CheckpointError(f"{title} holds weights of {len(configs)} configs, and one is understood", hint=_AGAIN)
+        raise CheckpointError(f"it holds weights of {len(configs)} configs, and one is understood", hint=_AGAIN)
     ((config, dtype),) = configs
     if weights.index is not None:
         index = {**read_json(weights.index), "metadata": {"total_size": total_size}}
         (staging / weights.index.relative_to(folder)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    text = _config_text(where, component, kernel_for(parse_config(config), dtype))
-    (staging / component.name / CONFIG).write_text(text, encoding="utf-8")
-    return config, configs.total()
+    return config, dtype, configs.total()
 
 
 def _config_text(where: Path, component: ComponentReport, kernel: Kernel) -> str:
@@ -256,13 +361,16 @@ def _carry(entry: Entry, storages: _Storages, config_name: str) -> _Carried:
     if entry.kind == "Int8Tensor" and "zero_point" not in found:
         dynamic = "act_quant_kwargs" in attributes
         return _int8(entry, found["qdata"], found["scale"], dynamic=dynamic)
-    if entry.kind == "Int8Tensor" and config_name:
-        is_dynamic = parse_config(config_name).row.name == "int8dq"
-        if is_dynamic != ("act_quant_kwargs" in attributes):
-            raise _unknown(entry, f"is no weight of {config_name}")
     if not config_name:
         raise _unknown(entry, "is not of a class that has been replaced")
+    _refuse_other_activations(entry, config_name)
     return _same(entry, found, config_name)
+
+
+def _refuse_other_activations(entry: Entry, config: str) -> None:
+    is_dynamic = parse_config(config).row.name == "int8dq"
+    if entry.kind == "Int8Tensor" and is_dynamic != (entry.attributes.get("act_quant_kwargs", "None") != "None"):
+        raise _unknown(entry, f"is no weight of {config}")
 
 
 def _affine(
@@ -347,16 +455,24 @@ def _made(entry: Entry, carried: _Carried) -> Any:
 
 
 def _assembled(entry: Entry, found: Mapping[str, torch.Tensor], config: str) -> Any:
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    kernel = kernel_for(parse_config(config), dtype)
-    like: Any = kernel.outline(torch.empty(entry.shape, dtype=dtype, device="meta"))
-    wanted = {name: (part.shape, part.dtype) for name, part in parts(like).items()}
-    if wanted != {name: (part.shape, part.dtype) for name, part in found.items()}:
+    like = _outline(entry, config)
+    wanted = parts(like)
+    if _forms(wanted) != _forms(found):
         raise _unknown(entry, "has other parts than its config makes today")
     _, context = like.__tensor_flatten__()
     # A layout of its own: a part that is a view would bring the whole of its storage along.
     inner = {name: found[name].contiguous() for name in wanted}
     return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())
+
+
+def _outline(entry: Entry, config: str) -> Any:
+    """What `config` makes of a weight like `entry` today, without storage."""
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return kernel_for(parse_config(config), dtype).outline(torch.empty(entry.shape, dtype=dtype, device="meta"))
+
+
+def _forms(inner: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (part.shape, part.dtype) for name, part in inner.items()}
 
 
 def _numbers(text: str) -> list[int]:
@@ -368,14 +484,13 @@ def _unknown(entry: Entry, why: str) -> CheckpointError:
     return CheckpointError(f"{quoted(entry.name)} cannot be carried over: it {why}", hint=_AGAIN)
 
 
-def _write_manifest(folder: Path, staging: Path, title: str) -> None:
-    old = parse_manifest(read_json(folder / MANIFEST))
-    manifest: Manifest = dataclasses.replace(old, writer=aoquant.__version__, versions=libraries.versions(), files=())
+def _write_manifest(manifest: Manifest, staging: Path, title: str) -> Manifest:
     manifest = dataclasses.replace(manifest, files=tuple(_records(staging, skip=(CARD, MANIFEST))))
     (staging / CARD).unlink(missing_ok=True)  # it may be a link
     (staging / CARD).write_text(model_card(manifest, title=title), encoding="utf-8")
     manifest = dataclasses.replace(manifest, files=tuple(_records(staging, skip=(MANIFEST,))))
     (staging / MANIFEST).write_text(manifest.text(), encoding="utf-8")
+    return manifest
 
 
 def _records(staging: Path, *, skip: tuple[str, ...]) -> Iterator[FileRecord]:

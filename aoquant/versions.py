@@ -46,12 +46,14 @@ def misfit(folder: Path, report: ComponentReport, writers: Mapping[str, str], fa
     known = {**report.versions, **writers}
     by = ", ".join(f"{name} {known[name]}" for name in ("torchao", "diffusers", "transformers") if name in known)
     ways = [f"`aoquant quantize` the original model again with torchao {_installed()}"]
-    if "torchao" in writers and writers["torchao"] != _installed():
-        ways.append(f"pip install 'torchao=={writers['torchao']}'")
+    if "torchao" not in writers:
+        ways.append("`pip install -U torchao` if a later one wrote it")
+    elif writers["torchao"] != _installed():
+        ways.append(f"`pip install 'torchao=={writers['torchao']}'`")
     if upgradable(report) or config_name(folder, report):  # of the latter only config.json may be old
         ways.insert(0, f"`aoquant upgrade {folder}` rewrites it where every value carries over")
     return CheckpointError(
-        f"{report.name or report.class_name}: {fault} (written by {by or 'unknown versions'}; "
+        f"{report.title}: {fault} (written by {by or 'unknown versions'}; "
         f"installed: torchao {_installed()}, torch {torch.__version__})",
         hint=", or ".join(ways),
     )
@@ -95,12 +97,15 @@ def _faults(config: Mapping[str, Any], report: ComponentReport) -> Iterator[str]
         yield from _config_faults(config["quantization_config"])
     for entry in quantized:
         yield from _part_faults(entry)
+    if block is not None:
+        yield from _reading_faults(config["quantization_config"]["quant_type"]["default"])
 
 
 def _form_faults(block: ConfigBlock) -> Iterator[str]:
     if block.method != "torchao":
-        yield f"{CONFIG} says {block.method}, and what torchao did not quantize is for plain diffusers to load"
-    if block.legacy_name:
+        method = block.method or "of no method"
+        yield f"{CONFIG} has a quantization_config that says {method}: what torchao did not quantize is not for aoquant"
+    elif block.legacy_name:
         yield f"{CONFIG} says quant_type {quoted(block.legacy_name)}, as diffusers before 0.38 wrote it"
     elif not block.types:
         yield f"{CONFIG} has a quantization_config in no form that torchao reads"
@@ -119,6 +124,18 @@ def _config_faults(block: Mapping[str, Any]) -> Iterator[str]:
             yield f"{CONFIG} has version {version} of {name}, later than {newest}, the latest here"
         elif _is_removed(found, version):
             yield f"{CONFIG} has version {version} of {name}, which the torchao here has dropped"
+
+
+def _reading_faults(described: Mapping[str, Any]) -> Iterator[str]:
+    """What torchao itself has against a config all of whose classes are known and are data."""
+    with libraries.quiet():
+        from torchao.core.config import config_from_dict
+
+        try:
+            config_from_dict(dict(described))
+        except Exception as error:
+            reason = quoted(" ".join(str(error).split()) or type(error).__name__, quote=False, limit=160)
+            yield f"{CONFIG} has a {quoted(described['_type'], quote=False)} that torchao here does not read: {reason}"
 
 
 def _types(value: Any) -> Iterator[tuple[str, Any]]:

@@ -128,7 +128,7 @@ class Plan:
                     library=component.source.library,
                     class_name=component.source.class_name,
                     config=str(component.config),
-                    needs=_needs(component.config),
+                    needs=needs(component.config),
                     num_quantized=component.num_quantized,
                     kept=dict(sorted(component.kept.items())),
                     num_other=component.num_other,
@@ -239,7 +239,8 @@ def _files_in_order(plan: ComponentPlan) -> list[Path]:
     return list(dict.fromkeys([*read, *files]))
 
 
-def _needs(config: QuantConfig) -> str:
+def needs(config: QuantConfig) -> str:
+    """What has to be imported before such weights are loaded, as `ComponentRecord.needs`."""
     if config.row.family == "int4" and config.options["layout"] == "plain":
         return "aoquant"
     return LOW_BIT_MODULE if config.is_packed else ""

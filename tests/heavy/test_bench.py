@@ -79,7 +79,7 @@ def test_an_original_of_another_class(made: tuple[Path, Path], tmp_path: Path) -
     index["transformer"][1] = "SD3Transformer2DModel"
     (other / "model_index.json").write_text(json.dumps(index))
     case = a_case(made[1], name="transformer", source=other)
-    with pytest.raises(UsageError, match=r"is a SD3Transformer2DModel, and the checkpoint's a FluxTransformer2DModel"):
+    with pytest.raises(UsageError, match=r"is of SD3Transformer2DModel, and the checkpoint of FluxTransformer2DModel"):
         benchmarking.measure(case)
 
 

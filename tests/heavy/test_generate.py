@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image, ImageSequence
 
 import aoquant
@@ -130,6 +132,13 @@ def test_a_flat_folder_takes_the_only_place_of_its_class(made: Made, tmp_path: P
         aoquant.load_pipeline(tmp_path / "expert", source=source)
 
 
+class Touch:
+    """Pickled as a call that would leave a trace."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
@@ -144,6 +153,17 @@ def test_a_flat_folder_takes_the_only_place_of_its_class(made: Made, tmp_path: P
         pytest.param(["-o", "nowhere/picture.png"], 2, "no such folder", id="folder"),
         pytest.param(["-o", "there.png"], 2, "exists", id="exists"),
         pytest.param(["--height", "0"], 2, "height", id="no height"),
+        pytest.param(["--height", "1", "--width", "1"], 4, "FluxPipeline does not draw", id="too small"),
+        pytest.param(["--guidance", "nan"], 2, "no finite number", id="guidance"),
+        pytest.param(["--seed", "18446744073709551616"], 2, "2^64", id="seed"),
+        pytest.param(["-o", "/proc/x.png"], 2, "cannot be written", id="a place for no files"),
+        pytest.param(["-o", "video.mp4"], 2, "imageio", id="no imageio"),
+        pytest.param(["--source", "sdxl"], 2, "is no part of sdxl: it has no transformer", id="another pipeline"),
+        pytest.param(["--source", "sd3"], 2, "its transformer is a SD3Transformer2DModel", id="another class"),
+        pytest.param(
+            ["--source", "evil"], 5, "text_encoder_2/pytorch_model.bin: unpickling it would run", id="unsafe rest"
+        ),
+        pytest.param(["--source", "evil", "--trust-pickle"], 5, "does not change", id="unsafe rest, trusted"),
     ],
 )
 def test_bad_input(
@@ -153,12 +173,24 @@ def test_bad_input(
     source, folder = made("flux")
     monkeypatch.chdir(tmp_path)
     Path("there.png").write_text("mine")
+    others = {"sdxl", "sd3", "evil"} & set(changes)
+    for name in others:
+        if name == "evil":
+            shutil.copytree(source, "evil")
+            shutil.rmtree("evil/text_encoder_2")
+            encoder = transformers.T5EncoderModel.from_pretrained(source / "text_encoder_2")
+            encoder.config.save_pretrained("evil/text_encoder_2")
+            torch.save({**encoder.state_dict(), "x": Touch()}, "evil/text_encoder_2/pytorch_model.bin")
+        else:
+            tiny_pipelines.save(name, tmp_path / name)
     assert main([*arguments("flux", source, folder, Path("picture.png"), seed=0), *changes]) == code
     out, err = capsys.readouterr()
     assert out == "" and words in err
     lines = err.splitlines()
     assert lines[0].startswith("error: ") and lines[1].startswith("hint: ") and len(lines) == 2
-    assert {path.name for path in tmp_path.iterdir()} == {"there.png"} and Path("there.png").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"there.png", *others} and Path(
+        "there.png"
+    ).read_text() == "mine"
 
 
 def test_a_quiet_process_says_nothing_but_the_document(made: Made, tmp_path: Path) -> None:

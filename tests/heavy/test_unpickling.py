@@ -70,6 +70,7 @@ PAYLOADS: dict[str, Callable[[], Any]] = {
     "a call of a call": lambda: Calls(Calls(functools.partial, os.mkdir), MARK),
     "a call in a state": lambda: Calls(argparse.Namespace, state={"x": Calls(os.mkdir, MARK)}),
     "a key": lambda: {Calls(os.mkdir, MARK): 1},
+    "the whole": lambda: Calls(os.mkdir, MARK),
 }  # fmt: skip
 
 
@@ -79,11 +80,11 @@ def spoilt(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     monkeypatch.chdir(tmp_path)
     Path("script.py").write_text(SOURCE)
 
-    def get(name: str, value: Any, **options: Any) -> Path:
+    def get(name: str, value: Any, *, whole: bool = False, **options: Any) -> Path:
         folder = shutil.copytree(made(name, "int8wo", **options).plan.output, tmp_path / "out")
         file = sorted(folder.glob("*.bin"))[0]
         state = torch.load(file, weights_only=True)
-        torch.save({**state, "zz": value}, file)
+        torch.save(value if whole else {**state, "zz": value}, file)
         (folder / "aoquant.json").unlink()
         return folder
 
@@ -95,9 +96,9 @@ def spoilt(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 def test_a_hostile_pickle_runs_only_for_those_who_trust_it(
     payload: str, name: str, spoilt: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = spoilt(name, PAYLOADS[payload]())
+    folder = spoilt(name, PAYLOADS[payload](), whole=payload == "the whole")
     before = contents(folder)
-    for command in ("inspect", "load"):
+    for command in ("inspect", "load", "upgrade"):
         code, out, err = run([command, str(folder)], capsys)
         assert (code, bool(out)) == (5, command == "inspect"), err
         assert "Traceback" not in err and ("--trust-pickle" in err) is (command == "load")
@@ -106,7 +107,10 @@ def test_a_hostile_pickle_runs_only_for_those_who_trust_it(
         aoquant.load(folder)
     assert not Path(MARK).exists()
     assert contents(folder) == before
-    run(["load", str(folder), "--trust-pickle"], capsys)
+    if payload == "the whole":  # there is nothing to load then, trusted or not
+        torch.load(next(folder.glob("*.bin")), weights_only=False)
+    else:
+        run(["load", str(folder), "--trust-pickle"], capsys)
     assert Path(MARK).exists(), "the payload is a dud: this test would not notice if it ran"
 
 

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,8 +113,10 @@ def test_it_is_upgraded_to_the_bit(fixture: str, tmp_path: Path, capsys: pytest.
         found = json.loads(index.read_text())
         assert found["metadata"]["total_size"] == report.components[0].weight_bytes
         assert set(found["weight_map"].values()) == {path.name for path in out.glob("*.bin")}
-    if (folder / "aoquant.json").exists():
-        aoquant.verify(out)
+    aoquant.verify(out)
+    assert "from_pretrained" in (snippet := json.loads(stdout)["snippet"])
+    assert ("import aoquant.lowbit" in snippet) is (kind == "LowBitTensor")
+    assert run(["upgrade", str(folder), "-o", str(out), "--overwrite", "-q"], capsys)[0] == 0
     with pytest.raises(UsageError, match="nothing to upgrade"):
         aoquant.upgrade(out, tmp_path / "twice")
 
@@ -140,6 +147,46 @@ def test_what_older_diffusers_wrote_is_explained_and_upgraded(text: str, tmp_pat
     assert hashes(aoquant.load(aoquant.upgrade(folder, tmp_path / "new").output)) == expected("flux-int8wo")
 
 
+@pytest.mark.parametrize("config", ["int8wo", "fp8wo"])
+def test_words_around_safetensors_of_today(config: str, made: Make, tmp_path: Path) -> None:
+    original = made("flux", config, format="safetensors").plan.output
+    folder = edited(shutil.copytree(original, tmp_path / "old"), lambda block: block.update(quant_type=config))
+    upgraded = aoquant.upgrade(folder, tmp_path / "new")
+    assert upgraded.components[0].config == config
+    aoquant.verify(tmp_path / "new")
+    stock.assert_same_state(aoquant.load(tmp_path / "new").state_dict(), aoquant.load(original).state_dict())
+    edited(folder, lambda block: block.update(quant_type="int8dq"))
+    with pytest.raises(CheckpointError, match="is no weight of int8dq"):
+        aoquant.upgrade(folder, tmp_path / "wrong")
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    """As soon as its folder is there, and at once after the signal: libraries are imported before that."""
+    command = [sys.executable, "-m", "aoquant", "upgrade", str(FIXTURES / "flux-int8wo"), "-o", "out"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    with process:
+        while process.poll() is None and not list(tmp_path.iterdir()):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    left = [path.name for path in tmp_path.iterdir()]
+    assert (process.returncode, left) in ((130, []), (0, ["out"]), (-signal.SIGTERM, ["out"])), err
+
+
+def test_what_is_copied_along(tmp_path: Path) -> None:
+    folder = shutil.copytree(FIXTURES / "flux-int8wo", tmp_path / "old")
+    (folder / "notes.txt").write_text("mine")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("private")
+    with pytest.raises(UsageError, match="lies in"):
+        aoquant.upgrade(folder, folder / "new")
+    out = aoquant.upgrade(folder, tmp_path / "new").output
+    assert (out / "notes.txt").read_text() == "mine" and not (out / ".git").exists()
+
+
 def default(block: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = block["quant_type"]["default"]
     return found
@@ -156,6 +203,9 @@ def default(block: dict[str, Any]) -> dict[str, Any]:
         (lambda block: block.pop("quant_type"), "in no form"),
         (lambda block: block.update(quant_type={"default": {}}), "in no form"),
         (lambda block: block.update(quant_type=7), "in no form"),
+        (lambda block: default(block).pop("_version"), "does not read"),
+        (lambda block: default(block)["_data"].update(new_field=1), "does not read: .*new_field"),
+        (lambda block: block.update(quant_method="gptq"), "says gptq"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("file_format", ["bin", "safetensors"])
@@ -166,7 +216,12 @@ def test_a_config_that_does_not_fit_is_explained(
     edited(folder, change)
     with pytest.raises(CheckpointError, match=words) as caught:
         aoquant.load(folder)
+    assert "installed: torchao" in caught.value.message
     assert "quantize` the original" in caught.value.hint and "trust" not in caught.value.hint
+    assert "pip install" in caught.value.hint
+    with pytest.raises(CheckpointError):
+        aoquant.upgrade(folder, tmp_path / "up")
+    assert not (tmp_path / "up").exists()
 
 
 @pytest.mark.parametrize("kind", ["Int8Tensor", "Int9Tensor"])
