@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from aoquant import pipelines
 from aoquant.cli import main
 from aoquant.errors import UsageError
 from tests.heavy import tiny_pipelines
-from tests.light import schemas
+from tests.light import processes, schemas
 
 CASES = {
     "flux": ("transformer", "int8wo"),
@@ -164,7 +162,7 @@ def test_a_quiet_process_says_nothing_but_the_document(made: Made, tmp_path: Pat
     source, folder = made("flux")
     argv = arguments("flux", source, folder, tmp_path / "x.png", seed=0)
     argv[argv.index("--height") + 1] = "17"  # diffusers warns that it will round
-    done = subprocess.run([sys.executable, "-m", "aoquant", *argv, "-q"], capture_output=True, text=True, check=False)
+    done = processes.run(["-m", "aoquant", *argv, "-q"])
     assert (done.returncode, done.stderr) == (0, "")
     assert schemas.validated(done.stdout, "generate")["height"] == 16
 

@@ -1,8 +1,8 @@
-"""Processes of their own, forked from one that has imported torch and torchao, which takes three seconds, once.
+"""Processes of their own, forked from one that has imported torch, and all of it that torchao wants: three seconds.
 
 `start(["-m", "aoquant", …])` gives what subprocess.Popen would: an environment, streams, a working directory and
-signals of its own. Not imported there are huggingface_hub, and what imports it, since it reads the environment; nor is
-aoquant. What a true start says and costs is for `tests/light/test_cli.py` and `tests/heavy/test_cli.py`.
+signals of its own. Left to be imported are torchao, which is talkative then, huggingface_hub, which reads the
+environment then, and aoquant. True starts are for `tests/light/test_cli.py` and `tests/heavy/test_cli.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _CONTEXT = multiprocessing.get_context("forkserver")
-_SLOW = ("torch", "torchao.quantization", "httpx2", "httpx", "yaml", "tqdm.auto", "rich.console", "typer")
+_SLOW = (
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.decomposition",
+    "httpx2",
+    "httpx",
+    "yaml",
+    "tqdm.auto",
+    "rich.console",
+    "typer",
+)
 
 
 class Child:
