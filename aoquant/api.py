@@ -93,29 +93,44 @@ def load_pipeline(
     compile: bool = False,
     source: str | Path | None = None,
     offline: bool = False,
+    trust_pickle: bool = False,
 ) -> DiffusionPipeline:
     """A diffusers pipeline around the quantized components of a checkpoint folder, ready to be called.
 
     The other components come from the folder (`--full`), else from the repository and commit that it was made from, or
-    from `source`, a pipeline folder or `org/name[@revision]`. offload: `none`, `model`, `sequential` or `group`: how
-    much of it is on the accelerator at a time. compile: torch.compile the denoiser. Raises UsageError, SourceError,
-    CheckpointError, UnsafeError or ResourceError.
+    from `source`, a pipeline folder or `org/name[@revision]`. offload: `none`, `model`, `group` or `sequential`: how
+    much of it is on the accelerator at a time. compile: torch.compile the denoiser. trust_pickle: as in `load`. Raises
+    UsageError, SourceError, CheckpointError, UnsafeError or ResourceError.
     """
     from aoquant import pipelines
 
-    loaded = pipelines.load(folder, device=device, offload=offload, compile=compile, source=source, offline=offline)
+    loaded = pipelines.load(
+        folder,
+        device=device,
+        offload=offload,
+        compile=compile,
+        source=source,
+        offline=offline,
+        trust_pickle=trust_pickle,
+    )
     pipeline: DiffusionPipeline = loaded.pipeline
     return pipeline
 
 
-def upgrade(folder: str | Path, output: str | Path | None = None, *, overwrite: bool = False) -> Upgraded:
+def upgrade(
+    folder: str | Path,
+    output: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Upgraded:
     """Write a checkpoint of torchao's earlier tensor classes anew in today's, its values bit by bit the same.
 
     output: default `FOLDER-upgraded`. The original model is not needed. Raises as `aoquant.upgrading.upgrade`.
     """
     from aoquant import upgrading
 
-    return upgrading.upgrade(folder, output, overwrite=overwrite)
+    return upgrading.upgrade(folder, output, overwrite=overwrite, on_progress=on_progress)
 
 
 def verify(folder: str | Path, *, on_progress: OnProgress | None = None) -> Verification:

@@ -16,7 +16,7 @@ import typer
 
 from aoquant import __version__
 from aoquant.console import Console, ReaderGone, accept_any_text, open_streams, silence_stdout
-from aoquant.errors import AoquantError, CheckpointError, UsageError
+from aoquant.errors import AoquantError, CheckpointError, ResourceError, UsageError, is_out_of_memory
 from aoquant.request import Options, Request, make_request
 
 INTERRUPTED = 130
@@ -39,7 +39,11 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda[:N], xpu[:N] or mps."
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that aoquant wrote.")]
 Private = Annotated[bool, typer.Option("--private", help="Make the repository a private one.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Use the Hub's cache only.")]
-Offload = Annotated[str, typer.Option(help="none, model, sequential or group.")]
+Offload = Annotated[str, typer.Option(help="none, model, group or sequential.")]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust-pickle", help="Where no safe way works, run what a .bin says: only if you trust its maker."),
+]
 Rest = Annotated[
     str | None,
     typer.Option("--source", metavar="MODEL", help="The pipeline whose other components to use.", show_default=False),
@@ -189,12 +193,7 @@ def inspect(
 def load(
     folder: Folder,
     device: Device = "cpu",
-    trust_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--trust-pickle", help="Where no safe way works, run what a .bin says: only if you trust its maker."
-        ),
-    ] = False,
+    trust_pickle: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -226,6 +225,7 @@ def generate(
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile the transformer or UNet.")] = False,
     source: Rest = None,
     offline: Offline = False,
+    trust_pickle: Trust = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output.")] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -239,7 +239,7 @@ def generate(
     with console.progress() as on_progress:
         loaded = pipelines.load(
             folder, device=device, offload=offload, compile=compile, source=source, offline=offline,
-            on_progress=on_progress,
+            trust_pickle=trust_pickle, on_progress=on_progress,
         )  # fmt: skip
     target = Path(output or f"{Path(folder).resolve().name}.{'gif' if loaded.is_video else 'png'}")
     pipelines.check_target(target, is_video=loaded.is_video, overwrite=overwrite)
@@ -281,7 +281,8 @@ def upgrade(
     from aoquant.tables import upgraded_table
 
     console = Console(as_json=json, quiet=quiet)
-    upgraded = upgrading.upgrade(folder, output, overwrite=overwrite)
+    with console.progress() as on_progress:
+        upgraded = upgrading.upgrade(folder, output, overwrite=overwrite, on_progress=on_progress)
     console.result(upgraded.to_json(), lambda: upgraded_table(upgraded))
 
 
@@ -339,20 +340,26 @@ def models(json: Json = False) -> None:
 
 
 @app.command(
-    help="Measure a checkpoint against the pipeline that it was made from: load time, time a step, peak memory."
+    help="Measure a checkpoint's components against those they were made from: load time, time a step, peak memory."
 )
 def bench(
     folder: Folder,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps; the first is not counted.")] = 4,
+    component: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Measure this one only. Repeatable. [default: all]")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Calls to measure, after one to warm up.")] = 4,
     height: Annotated[int | None, typer.Option(min=1, help="In pixels.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="In pixels.")] = None,
     num_frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Figures are medians of so many rounds.")] = 1,
     device: Device = "auto",
-    offload: Offload = "none",
     compile: Annotated[bool, typer.Option("--compile", help="Measure both compiled too.")] = False,
-    source: Rest = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", metavar="MODEL", help="What the checkpoint was made from.", show_default=False),
+    ] = None,
     offline: Offline = False,
+    trust_pickle: Trust = False,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the figures, as .png or .svg.")] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -362,10 +369,13 @@ def bench(
 
     console = Console(as_json=json, quiet=quiet)
     settings: benchmarking.Settings = {
-        "device": device, "offload": offload, "source": source, "offline": offline, "steps": steps, "height": height,
-        "width": width, "num_frames": num_frames,
+        "device": device, "source": source, "offline": offline, "trust_pickle": trust_pickle, "steps": steps,
+        "height": height, "width": width, "num_frames": num_frames,
     }  # fmt: skip
-    document = benchmarking.bench(folder, settings, compiled=compile, rounds=rounds, on_case=console.note)
+    names = [name.replace("-", "_") for name in component or ()]
+    document = benchmarking.bench(
+        folder, settings, components=names, compiled=compile, rounds=rounds, on_case=console.note
+    )
     if plot is not None:
         benchmarking.plot(document, Path(plot))
     console.result(document, lambda: bench_table(document))
@@ -413,6 +423,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return INTERRUPTED
         if isinstance(error, AoquantError):
             return _fail(error)
+        if is_out_of_memory(error):
+            hint = "free memory, or run it on a larger machine; AOQUANT_DEBUG=1 shows where"
+            return _fail(ResourceError("memory ran out", hint=hint), cause=error)
         if isinstance(error, OSError) and error.filename is None:  # what has a name is not stdout
             silence_stdout()
             hint = "a full disk behind a redirection, for example; what was written to a folder is whole"
@@ -424,11 +437,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _fail(error: AoquantError) -> int:
+def _fail(error: AoquantError, *, cause: BaseException | None = None) -> int:
     if os.environ.get("AOQUANT_DEBUG"):
         import traceback
 
-        traceback.print_exception(error)
+        traceback.print_exception(cause or error)
     Console().error(error)
     return error.exit_code
 

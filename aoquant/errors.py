@@ -11,6 +11,7 @@ AoquantError            1  a bug or an unforeseen failure
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
 
 
@@ -47,3 +48,15 @@ class ResourceError(AoquantError):
 
 class GateError(AoquantError):
     exit_code = 7
+
+
+# torch's CPU allocator, mmap within torch, and accelerators (torch.OutOfMemoryError is a RuntimeError).
+_OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error`, of Python or of torch, says that the memory of the machine or of an accelerator ran out."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_torchs = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    return is_torchs or isinstance(error, MemoryError)

@@ -45,15 +45,17 @@ class Kernels:
     mslk: bool = False
 
 
-def to_runnable(module: nn.Module) -> None:
+def to_runnable(module: nn.Module, device: torch.device | None = None) -> None:
     """Convert every `Int4Tensor` parameter of `module` in place; parameters that are shared stay shared.
 
-    Extra memory: that of the largest weight, converted, and on a CPU about 6 bytes for each of its values.
+    device: where it will compute, if not where its weights lie, as with offloading: each is converted there and comes
+    back. Extra memory: that of the largest weight, converted, and on a CPU about 6 bytes for each of its values.
     """
     weights = _int4_weights(module)
     while weights:
         old, places = weights.pop()
-        new = nn.Parameter(converted(old.data), requires_grad=False)
+        home = old.device
+        new = nn.Parameter(converted(old.data.to(device or home)).to(home), requires_grad=False)
         for owner, name in places:
             setattr(owner, name, new)
         del old  # before the next weight is made

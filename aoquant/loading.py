@@ -20,7 +20,7 @@ from aoquant.configs import parse_config
 from aoquant.engine import component as components
 from aoquant.engine import devices, libraries, support
 from aoquant.engine.formats import parts
-from aoquant.errors import CheckpointError, ResourceError, UnsafeError, UsageError
+from aoquant.errors import CheckpointError, ResourceError, UnsafeError, UsageError, is_out_of_memory
 from aoquant.inspection import inspect
 from aoquant.report import ComponentReport, Report
 from aoquant.source import ComponentSource
@@ -100,8 +100,13 @@ def load_component(folder: str | Path, name: str, *, device: str = "cpu", trust_
     return _load(Path(folder), found[name], place, report.versions, trust_pickle=trust_pickle)
 
 
-def load_each(folder: str | Path, *, device: str = "cpu", trust_pickle: bool = False) -> Iterator[Loaded]:
-    """Load every quantized component of a folder in turn. One at a time stays in memory if the caller lets go of it."""
+def load_each(
+    folder: str | Path, *, device: str = "cpu", trust_pickle: bool = False, offloaded: bool = False
+) -> Iterator[Loaded]:
+    """Load every quantized component of a folder in turn. One at a time stays in memory if the caller lets go of it.
+
+    offloaded: onto the CPU, to compute on `device` when it is moved there. Raises as `load_component`.
+    """
     place = devices.choose(device)
     report = inspect(folder)
     if not trust_pickle:
@@ -111,7 +116,7 @@ def load_each(folder: str | Path, *, device: str = "cpu", trust_pickle: bool = F
         if problem.severity == "error":
             raise CheckpointError(problem.text, hint=f"`aoquant inspect {folder}` shows every problem")
     for component in _quantized(report, folder):
-        yield _load(Path(folder), component, place, report.versions, trust_pickle=trust_pickle)
+        yield _load(Path(folder), component, place, report.versions, trust_pickle=trust_pickle, offloaded=offloaded)
 
 
 def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
@@ -124,7 +129,13 @@ def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:
 
 
 def _load(
-    folder: Path, report: ComponentReport, place: torch.device, writers: Mapping[str, str], *, trust_pickle: bool
+    folder: Path,
+    report: ComponentReport,
+    place: torch.device,
+    writers: Mapping[str, str],
+    *,
+    trust_pickle: bool,
+    offloaded: bool = False,
 ) -> Loaded:
     _refuse_unsound(folder, report, trust_pickle=trust_pickle)
     versions.refuse_others(folder, report, writers)
@@ -136,18 +147,19 @@ def _load(
         "local_files_only": True,
         "output_loading_info": True,
     }
-    if place.type != "cpu":
-        options["device_map"] = {"": place}
+    home = torch.device("cpu") if offloaded else place
+    if home.type != "cpu":
+        options["device_map"] = {"": home}
     start = time.perf_counter()
-    with _fitting(report, place), libraries.quiet():
+    with _fitting(report, home), libraries.quiet():
         module, missing, added, unpickled = _module(folder, report, options, dtype, trust_pickle=trust_pickle)
         if unpickled == "trusted":
-            module = module.to(place)
+            module = module.to(home)
         _refuse_incomplete(folder, report, writers, module)
         _check_loaded(report, module, missing=missing)
         from aoquant import int4  # torchao is talkative when it is first imported
 
-        int4.to_runnable(module)
+        int4.to_runnable(module, place)
     tensors = [*module.parameters(), *module.buffers()]
     return Loaded(
         module=module,
@@ -155,7 +167,7 @@ def _load(
             name=report.name,
             class_name=report.class_name,
             library=report.library,
-            device=str(place),
+            device=str(home),
             dtype=str(dtype).removeprefix("torch."),
             weights=Counter(_kind(tensor) for tensor in tensors),
             num_bytes=storage_bytes(tensors),
@@ -195,9 +207,9 @@ def _from_pretrained(
     with unpickling.allowed(report.named) as added:
         try:
             module, info = model_class.from_pretrained(str(folder / report.name), **options)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             if stopped := unpickling.blocked(error):
                 raise UnsafeError(
                     f"{_title(report)}: torch {torch.__version__} does not unpickle {stopped} safely",
@@ -240,10 +252,16 @@ def _speed(report: ComponentReport, place: torch.device) -> str:
 def _fitting(report: ComponentReport, place: torch.device) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        available = devices.available_bytes(place)
+        has = f", and there are {available:,}" if available is not None else ""
         raise ResourceError(
-            f"{_title(report)} does not fit {place}: {report.weight_bytes:,} bytes",
-            hint="free memory there, or choose another --device",
+            f"{_title(report)} does not fit {place}: its weights take {report.weight_bytes:,} bytes{has}",
+            hint="free memory, or load it on a larger machine"
+            if place.type == "cpu"
+            else "free memory, or choose another --device",
         ) from error
 
 

@@ -413,6 +413,22 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return self._moved(device, dtype, non_blocking=wanted["non_blocking"])
 
 
+@implements([aten.is_pinned.default])  # type: ignore[untyped-decorator]
+def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return all(func(part, *args[1:], **(kwargs or {})) for part in _parts(args[0]))
+
+
+@implements([aten._pin_memory.default])  # type: ignore[untyped-decorator]
+def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    self = args[0]
+    qdata, scale, *zero_point = (func(part, *args[1:], **(kwargs or {})) for part in _parts(self))
+    return LowBitTensor(qdata, scale, self.element, self.block_size, self.shape, self.dtype, *zero_point)
+
+
+def _parts(tensor: LowBitTensor) -> list[torch.Tensor]:
+    return [part for part in (tensor.qdata, tensor.scale, tensor.zero_point) if part is not None]
+
+
 @implements([aten.slice.Tensor])  # type: ignore[untyped-decorator]
 def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Rows, or columns in whole groups. A copy, not a view: bits of a row may share a byte with the next one's."""

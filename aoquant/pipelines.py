@@ -13,7 +13,7 @@ import secrets
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -24,7 +24,7 @@ from torch import nn
 from aoquant import loading
 from aoquant.checkpoint.layout import MODEL_INDEX
 from aoquant.engine import devices, libraries
-from aoquant.errors import AoquantError, CheckpointError, ResourceError, UsageError
+from aoquant.errors import AoquantError, CheckpointError, ResourceError, UsageError, is_out_of_memory
 from aoquant.inspection import inspect
 from aoquant.output import translated
 from aoquant.report import Report
@@ -32,8 +32,8 @@ from aoquant.source import Source, open_source
 
 SCHEMA = "aoquant.generate/1"
 
-Offload = Literal["none", "model", "sequential", "group"]
-"""How much of a pipeline is on the accelerator at a time: all, one component, one layer, one block."""
+Offload = Literal["none", "model", "group", "sequential"]
+"""How much of a pipeline is on the accelerator at a time: all, one component, one block, one layer."""
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -110,15 +110,15 @@ def load(
     compile: bool = False,
     source: str | Path | None = None,
     offline: bool = False,
-    original: bool = False,
+    trust_pickle: bool = False,
     on_progress: OnProgress | None = None,
 ) -> LoadedPipeline:
     """Load a checkpoint's quantized components onto `device`, and the rest of their pipeline around them.
 
     source: where the other components are (a local pipeline folder or `org/name[@revision]`), if they are not in the
     folder and not where the manifest says. compile: the denoiser's repeated blocks, or all of it where diffusers knows
-    of none. original: the same pipeline, with its own components instead of the quantized ones. Raises UsageError,
-    SourceError, CheckpointError, UnsafeError or ResourceError.
+    of none. trust_pickle: as in `loading.load_component`. Raises UsageError, SourceError, CheckpointError, UnsafeError
+    or ResourceError.
     """
     libraries.load("diffusers")  # what that takes is no part of the loading
     start = time.perf_counter()
@@ -126,21 +126,21 @@ def load(
     mode = _offload(offload, place)
     report = inspect(folder)
     names = loading.component_names(folder)
-    rest = _rest(report, Path(folder), source, offline=offline, original=original)
-    index = rest.model_index or {}
-    roles = {name: name or _role(report, index) for name in names}
-    others = [path for path, _ in rest.other_files(quantized=() if original else tuple(roles.values())).values()]
+    rest = find_source(report, Path(folder), source, offline=offline)
+    if rest.model_index is None:
+        raise UsageError(f"{rest.model} is a single component, not a pipeline", hint="name a pipeline with --source")
+    roles = {name: name or role_of(report, rest.model_index) for name in names}
+    others = [path for path, _ in rest.other_files(quantized=tuple(roles.values())).values()]
     modules: dict[str, nn.Module] = {}
     with rest.arriving(others, on_progress=on_progress) as wait:
-        for loaded in () if original else loading.load_each(folder, device=str(place)):
-            module = loaded.module.to("cpu") if mode != "none" else loaded.module
-            modules[roles[loaded.report.name]] = module
+        for name, module in _quantized(report, place, mode, trust_pickle=trust_pickle):
+            modules[roles[name]] = module
         for path in others:
             wait(path)
     dtype = loading.dtype_of(next(component for component in report.components if component.name == names[0]))
     pipeline = _assemble(rest, modules, dtype)
-    with _fitting(pipeline, place):
-        _place(pipeline, place, mode)
+    with _fitting(pipeline, place, mode):
+        put(pipeline, place, mode)
     if compile:
         _compile(pipeline)
     return LoadedPipeline(
@@ -186,7 +186,7 @@ def generate(
         given["callback_on_step_end"] = _clock(loaded.device, ends)
     _reset_peak(loaded.device)
     start = time.perf_counter()
-    with _fitting(pipeline, loaded.device), warnings.catch_warnings():
+    with _fitting(pipeline, loaded.device, loaded.offload), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile's, about its cache and its own parts
         try:
             result = pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(seed), **given)
@@ -267,8 +267,7 @@ def _reset_peak(device: torch.device) -> None:
 
 def _clock(device: torch.device, ends: list[float]) -> Callable[..., dict[str, Any]]:
     def on_step_end(_pipeline: Any, _step: int, _timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if device.type in ("cuda", "xpu", "mps"):
-            getattr(torch, device.type).synchronize()
+        devices.synchronize(device)
         ends.append(time.perf_counter())
         return kwargs
 
@@ -286,32 +285,44 @@ def _offload(name: str, place: torch.device) -> Offload:
     return cast("Offload", name)
 
 
-def _rest(report: Report, folder: Path, source: str | Path | None, *, offline: bool, original: bool) -> Source:
-    """The pipeline that the quantized components belong to. original: one that has them unquantized too."""
+def find_source(
+    report: Report, folder: Path, source: str | Path | None, *, offline: bool, components: Collection[str] | None = None
+) -> Source:
+    """The model that the quantized components of `folder` belong to.
+
+    components: which of its own to open, unquantized; None for a pipeline's others, which `folder` itself may hold.
+    Raises UsageError if it is not said where that is.
+    """
     if source is not None:
-        found = open_source(str(source), components=(), offline=offline)
-    elif (folder / MODEL_INDEX).is_file() and not original:
-        found = open_source(str(folder), components=(), variant=report.source.get("variant"))
-    elif report.source.get("repo_id"):
-        found = open_source(
-            report.source["repo_id"],
-            components=(),
-            revision=report.source.get("revision"),
-            variant=report.source.get("variant"),
-            offline=offline,
-        )
-    else:
-        origin = report.source.get("model")
-        raise UsageError(
-            f"{folder} holds no whole {'unquantized ' if original else ''}pipeline, and does not say where one is",
-            hint=f"name the pipeline{f' {origin}' if origin else ''} with --source, a folder or org/name",
-        )
-    if found.model_index is None:
-        raise UsageError(f"{found.model} is a single component, not a pipeline", hint="name a pipeline with --source")
-    return found
+        return open_source(str(source), components=components or (), offline=offline)
+    variant = report.source.get("variant")
+    if components is None and (folder / MODEL_INDEX).is_file():
+        return open_source(str(folder), components=(), variant=variant)
+    if repo_id := report.source.get("repo_id"):
+        revision = report.source.get("revision")
+        return open_source(repo_id, components=components or (), revision=revision, variant=variant, offline=offline)
+    origin = report.source.get("model")
+    lacks, what = ("no whole pipeline", "pipeline") if components is None else ("nothing unquantized", "model")
+    raise UsageError(
+        f"{folder} holds {lacks}, and does not say where that is",
+        hint=f"name the {what}{f' {origin}' if origin else ''} with --source, a folder or org/name",
+    )
 
 
-def _role(report: Report, index: Mapping[str, Any]) -> str:
+def _quantized(
+    report: Report, place: torch.device, offload: Offload, *, trust_pickle: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of each component in the checkpoint."""
+    each = loading.load_each(report.path, device=str(place), trust_pickle=trust_pickle, offloaded=offload != "none")
+    try:
+        for loaded in each:
+            yield loaded.report.name, loaded.module
+    except ResourceError as error:
+        sizes = [component.weight_bytes for component in report.components if component.num_quantized]
+        raise refusal(sizes, devices.available_bytes(place), place, offload) from error
+
+
+def role_of(report: Report, index: Mapping[str, Any]) -> str:
     """The component of a pipeline that a flat checkpoint folder can be: the only one of its class."""
     (component,) = report.components
     roles = [name for name, value in index.items() if isinstance(value, list) and value[-1] == component.class_name]
@@ -343,13 +354,15 @@ def _assemble(rest: Source, modules: Mapping[str, nn.Module], dtype: torch.dtype
     return pipeline
 
 
-def _place(pipeline: Any, place: torch.device, offload: Offload) -> None:
+def put(pipeline: Any, place: torch.device, offload: Offload) -> None:
+    """Have `pipeline` compute on `place`, with as much of it there at a time as `offload` says."""
     if offload == "model":
         pipeline.enable_model_cpu_offload(device=place)
-    elif offload == "sequential":
-        pipeline.enable_sequential_cpu_offload(device=place)
-    elif offload == "group":
-        pipeline.enable_group_offload(onload_device=place, offload_type="leaf_level", use_stream=place.type == "cuda")
+    elif offload != "none":
+        # Not accelerate's sequential offloading, which takes torchao's tensors apart; leaf by leaf, this does the same.
+        # No streams: they want pinned memory, and not every class of tensors can be in it.
+        level = "leaf_level" if offload == "sequential" else "block_level"
+        pipeline.enable_group_offload(onload_device=place, offload_type=level, num_blocks_per_group=1)
     elif place.type != "cpu":
         pipeline.to(place)
 
@@ -357,32 +370,47 @@ def _place(pipeline: Any, place: torch.device, offload: Offload) -> None:
 def _compile(pipeline: Any) -> None:
     for name in _DENOISERS:
         module = getattr(pipeline, name, None)
-        if not isinstance(module, nn.Module):
-            continue
-        if getattr(module, "_repeated_blocks", None):
-            module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
-        else:
-            module.compile(fullgraph=True)
+        if isinstance(module, nn.Module):
+            compile_module(module)
+
+
+def compile_module(module: nn.Module) -> None:
+    """torch.compile `module` in place: its repeated blocks, or all of it where diffusers knows of none."""
+    if getattr(module, "_repeated_blocks", None):
+        module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
+    else:
+        module.compile(fullgraph=True)
 
 
 @contextlib.contextmanager
-def _fitting(pipeline: Any, place: torch.device) -> Iterator[None]:
+def _fitting(pipeline: Any, place: torch.device, offload: Offload) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
         sizes = [loading.storage_bytes([*part.parameters(), *part.buffers()]) for part in modules]
-        total = torch.cuda.mem_get_info(place)[1] if place.type == "cuda" else None
-        message, hint = refusal(sizes, total, str(place))
-        raise ResourceError(message, hint=hint) from error
+        raise refusal(sizes, devices.available_bytes(place), place, offload) from error
 
 
-def refusal(sizes: list[int], total: int | None, place: str) -> tuple[str, str]:
-    """Message and hint for a pipeline whose components take `sizes` bytes, where the device has `total`."""
-    has = f", it has {total:,}" if total is not None else ""
-    fits = total is None or max(sizes, default=0) < total
-    hint = "--offload model keeps one component there at a time" if fits else "--offload group keeps one layer there"
-    return f"the pipeline does not fit {place}: its weights take {sum(sizes):,} bytes{has}", hint
+def refusal(sizes: Sequence[int], available: int | None, place: torch.device, offload: Offload) -> ResourceError:
+    """The error for a pipeline whose components take `sizes` bytes, where `available` bytes were not enough.
+
+    Its hint is the least offloading, beyond the present one, with which the weights fit.
+    """
+    has = f", and there are {available:,} for them and what they compute" if available is not None else ""
+    needed = {"none": sum(sizes), "model": max(sizes, default=0), "group": 0, "sequential": 0}
+    stronger = list(needed)[list(needed).index(offload) + 1 :] if place.type != "cpu" else []
+    fitting = [name for name in stronger if available is None or needed[name] < available]
+    hint = f"--offload {fitting[0]} keeps {_KEPT[fitting[0]]} there at a time; " if fitting else ""
+    return ResourceError(
+        f"the pipeline does not fit {place}: its weights take {sum(sizes):,} bytes{has}",
+        hint=f"{hint}a smaller --height and --width take less",
+    )
+
+
+_KEPT = {"model": "one component", "group": "one block", "sequential": "one layer"}
 
 
 def _as_images(drawn: Any) -> list[Any]:

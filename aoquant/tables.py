@@ -252,21 +252,21 @@ def upgraded_table(upgraded: Upgraded) -> RenderableType:
 
 
 def bench_table(document: Mapping[str, Any]) -> RenderableType:
-    """A row for each case."""
-    table = _table("model", "compiled", ">s to load", ">s a step", ">peak memory")
-    for case in document["cases"]:
-        step = case["seconds_per_step"]
-        table.add_row(
-            case["model"], "yes" if case["compiled"] else "no", f"{case['load_seconds']:.2f}",
-            f"{step:.3g}" if step is not None else "", size(case["peak_memory_bytes"]),
-        )  # fmt: skip
+    """A row for each case of each component, and what they were given."""
+    table = _table("component", "model", "compiled", ">s to load", ">s a step", ">weights", ">peak memory")
+    inputs = []
+    for component in document["components"]:
+        name = component["name"] or component["class"]
+        for case in component["cases"]:
+            table.add_row(
+                _cell(name), "original" if case["model"] == "original" else _cell(component["config"]),
+                "yes" if case["compiled"] else "no", f"{case['load_seconds']:.2f}", f"{case['seconds_per_step']:.3g}",
+                size(case["weight_bytes"]), size(case["peak_memory_bytes"]),
+            )  # fmt: skip
+        inputs.append(Text(f"{name}: " + ", ".join(f"{key} {shape}" for key, shape in component["inputs"].items())))
     rounds = "one round" if document["rounds"] == 1 else f"medians of {document['rounds']} rounds"
-    first = document["cases"][0]
-    video = f", {first['frames']} frames" if first["frames"] > 1 else ""
-    setting = (
-        f"{first['pipeline']}, {first['width']} × {first['height']}{video}, {first['steps']} steps on {first['device']}"
-    )
-    return Group(table, Text(f"{setting}; {rounds}"))
+    steps = f"{document['steps']} steps" if document["steps"] > 1 else "one step"
+    return Group(table, *inputs, Text(f"{steps} on {document['device']} after one to warm up; {rounds}"))
 
 
 def environment_tables(report: Mapping[str, Any]) -> RenderableType:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import mmap
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -34,6 +35,8 @@ from aoquant.inspection import inspect
 from aoquant.report import ComponentReport, Report
 
 SCHEMA = "aoquant.upgrade/1"
+
+OnProgress = Callable[[str, int, int], None]
 
 _AGAIN = "`aoquant quantize` the original model again"
 # torchao's own packing of X bits: (attribute, bits, their place in the value). Along a row, in 8 / bits runs.
@@ -79,10 +82,18 @@ class _Carried:
     values: torch.Tensor
 
 
-def upgrade(folder: str | Path, target: str | Path | None = None, *, overwrite: bool = False) -> Upgraded:
+def upgrade(
+    folder: str | Path,
+    target: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Upgraded:
     """Write a checkpoint folder anew at `target` (default: `FOLDER-upgraded`), in the tensor classes of this torchao.
 
-    The new weights dequantize to the same bits. All or nothing, as `quantize`. Memory: one weight file.
+    The new weights dequantize to the same bits. All or nothing, as `quantize`. Memory: what one weight file holds in
+    the new classes, and one weight in full; files are mapped. on_progress: called with what is being done, bytes done,
+    and bytes in all.
 
     Raises UsageError if the output may not be written, or nothing is to be done; CheckpointError for a folder that is
     damaged or holds a weight that cannot be carried over; UnsafeError for a `.bin` that would run code.
@@ -107,8 +118,16 @@ def upgrade(folder: str | Path, target: str | Path | None = None, *, overwrite: 
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path not in rewritten:
                 _copy(path, staging / path.relative_to(folder))
+        done, total = 0, sum(component.weight_bytes for component in old)
+
+        def advance(component: ComponentReport, num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            if on_progress is not None:
+                on_progress(f"upgrading {component.name or component.class_name}", done, total)
+
         for component in old:
-            config, count = _write_component(folder, component, staging)
+            config, count = _write_component(folder, component, staging, advance)
             components.append((component.name, component.class_name, config, count))
         if (folder / MANIFEST).exists():
             _write_manifest(folder, staging, place.name)
@@ -133,7 +152,8 @@ def _is_old(folder: Path, component: ComponentReport, report: Report) -> bool:
 
 def _rewritten(folder: Path, component: ComponentReport) -> list[Path]:
     where = folder / component.name
-    return [where / CONFIG, *locate_weights(where).weights.files, folder / MANIFEST]
+    weights = locate_weights(where).weights
+    return [where / CONFIG, *weights.files, *([weights.index] if weights.index is not None else []), folder / MANIFEST]
 
 
 def _copy(origin: Path, target: Path) -> None:
@@ -142,7 +162,9 @@ def _copy(origin: Path, target: Path) -> None:
         shutil.copyfile(origin, target)
 
 
-def _write_component(folder: Path, component: ComponentReport, staging: Path) -> tuple[str, int]:
+def _write_component(
+    folder: Path, component: ComponentReport, staging: Path, advance: Callable[[ComponentReport, int], None]
+) -> tuple[str, int]:
     """Write one component's files; gives today's config of its weights and how many there are."""
     title = component.name or component.class_name
     if component.format != "bin":
@@ -151,19 +173,23 @@ def _write_component(folder: Path, component: ComponentReport, staging: Path) ->
         name = quoted(next(iter(component.other_values)), quote=False)
         raise CheckpointError(f"{title}: {name} holds no tensor, and would be lost", hint=_AGAIN)
     where = folder / component.name
+    config_name = versions.config_name(folder, component)
     (staging / component.name).mkdir(parents=True, exist_ok=True)
     configs: Counter[tuple[str, torch.dtype]] = Counter()
-    for file in locate_weights(where).weights.files:
+    weights = locate_weights(where).weights
+    total_size = 0
+    for file in weights.files:
         storages = _Storages(file)
-        state = {}
+        state: dict[str, torch.Tensor] = {}
         for entry in component.entries.values():
             if next(iter(entry.parts.values())).file != file:
                 continue
+            advance(component, entry.num_bytes)
             if entry.is_plain:
                 state[entry.name] = storages.tensor(entry.parts[""])
                 continue
             try:
-                carried = _carry(entry, storages, component)
+                carried = _carry(entry, storages, config_name)
                 state[entry.name] = _made(entry, carried)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise _unknown(entry, "is not laid out as its class is") from error
@@ -171,9 +197,13 @@ def _write_component(folder: Path, component: ComponentReport, staging: Path) ->
                 raise _unknown(entry, f"has a form that aoquant has no config for: {error.message}") from error
             configs[carried.config, getattr(torch, entry.dtype)] += 1
         torch.save(state, staging / file.relative_to(folder))
+        total_size += sum(part.nbytes for tensor in state.values() for part in parts(tensor).values())
     if len(configs) != 1:
         raise CheckpointError(f"{title} holds weights of {len(configs)} configs, and one is understood", hint=_AGAIN)
     ((config, dtype),) = configs
+    if weights.index is not None:
+        index = {**read_json(weights.index), "metadata": {"total_size": total_size}}
+        (staging / weights.index.relative_to(folder)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     text = _config_text(where, component, kernel_for(parse_config(config), dtype))
     (staging / component.name / CONFIG).write_text(text, encoding="utf-8")
     return config, configs.total()
@@ -190,10 +220,11 @@ def _config_text(where: Path, component: ComponentReport, kernel: Kernel) -> str
 
 
 class _Storages:
-    """One `.bin`, read storage by storage; tensors that share one in the file share it here."""
+    """One `.bin`, mapped: its tensors are views of the file, and share there what they share in it."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants to be able to write
         self._known: dict[tuple[int, str], torch.Tensor] = {}
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
@@ -202,18 +233,14 @@ class _Storages:
             return torch.empty(stored.shape, dtype=dtype)
         key = (stored.storage_offset, stored.dtype)
         if key not in self._known:
-            with self._file.open("rb") as file:
-                file.seek(stored.storage_offset)
-                data = bytearray(file.read(stored.storage_bytes))
-            if len(data) != stored.storage_bytes:
-                raise CheckpointError(f"{self._file.name} changed while it was read", hint="run it again")
-            self._known[key] = torch.frombuffer(data, dtype=dtype)
+            count = stored.storage_bytes // dtype.itemsize
+            self._known[key] = torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=stored.storage_offset)
         start = (stored.offset - stored.storage_offset) // dtype.itemsize
         return self._known[key].as_strided(stored.shape, stored.stride, start)
 
 
-def _carry(entry: Entry, storages: _Storages, component: ComponentReport) -> _Carried:
-    """Read one weight. Raises CheckpointError where today has no class for its values."""
+def _carry(entry: Entry, storages: _Storages, config_name: str) -> _Carried:
+    """Read one weight. config_name: what it was made as, if known. Raises CheckpointError where today has no class."""
     found = {name: storages.tensor(stored) for name, stored in entry.parts.items()}
     attributes = dict(entry.attributes)
     if entry.kind == "LinearActivationQuantizedTensor":
@@ -229,9 +256,13 @@ def _carry(entry: Entry, storages: _Storages, component: ComponentReport) -> _Ca
     if entry.kind == "Int8Tensor" and "zero_point" not in found:
         dynamic = "act_quant_kwargs" in attributes
         return _int8(entry, found["qdata"], found["scale"], dynamic=dynamic)
-    if not component.config_name:
+    if entry.kind == "Int8Tensor" and config_name:
+        is_dynamic = parse_config(config_name).row.name == "int8dq"
+        if is_dynamic != ("act_quant_kwargs" in attributes):
+            raise _unknown(entry, f"is no weight of {config_name}")
+    if not config_name:
         raise _unknown(entry, "is not of a class that has been replaced")
-    return _same(entry, found, component.config_name)
+    return _same(entry, found, config_name)
 
 
 def _affine(

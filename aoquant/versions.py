@@ -19,8 +19,9 @@ from aoquant.checkpoint.config_block import ConfigBlock, read_config_block
 from aoquant.checkpoint.files import quoted, read_json
 from aoquant.checkpoint.layout import CONFIG
 from aoquant.checkpoint.tensors import LEGACY_KINDS, Entry
+from aoquant.configs import parse_config
 from aoquant.engine import libraries
-from aoquant.errors import CheckpointError
+from aoquant.errors import CheckpointError, UsageError
 from aoquant.report import ComponentReport
 
 # In torchao 0.15 the default of both is 1.
@@ -47,7 +48,7 @@ def misfit(folder: Path, report: ComponentReport, writers: Mapping[str, str], fa
     ways = [f"`aoquant quantize` the original model again with torchao {_installed()}"]
     if "torchao" in writers and writers["torchao"] != _installed():
         ways.append(f"pip install 'torchao=={writers['torchao']}'")
-    if upgradable(report) or report.config_name:  # of the latter only config.json may be old
+    if upgradable(report) or config_name(folder, report):  # of the latter only config.json may be old
         ways.insert(0, f"`aoquant upgrade {folder}` rewrites it where every value carries over")
     return CheckpointError(
         f"{report.name or report.class_name}: {fault} (written by {by or 'unknown versions'}; "
@@ -62,6 +63,17 @@ def upgradable(report: ComponentReport) -> bool:
         entry.kind in LEGACY_KINDS or (entry.kind == "Int8Tensor" and "zero_point" not in entry.parts)
         for entry in report.entries.values()
     )
+
+
+def config_name(folder: Path, report: ComponentReport) -> str:
+    """The config of a component of `folder` as aoquant names it, by aoquant.json or by the words of older libraries."""
+    if report.config_name:
+        return report.config_name
+    block = read_config_block(read_json(folder / report.name / CONFIG))
+    try:
+        return str(parse_config(block.legacy_name)) if block is not None and block.legacy_name else ""
+    except UsageError:
+        return ""
 
 
 def lacks(tensor: torch.Tensor) -> str:

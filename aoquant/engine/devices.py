@@ -31,6 +31,22 @@ def available() -> list[str]:
     return [*found, "cpu"]
 
 
+def available_bytes(place: torch.device) -> int | None:
+    """The memory of an accelerator that this process holds or may have; None where that is not known, as for CPUs."""
+    if place.type not in ("cuda", "xpu"):
+        return None
+    backend = getattr(torch, place.type)
+    free: int = backend.mem_get_info(place)[0]
+    held: int = backend.memory_reserved(place)
+    return free + held
+
+
+def synchronize(place: torch.device) -> None:
+    """Wait until all that was asked of `place` is done."""
+    if place.type in ("cuda", "xpu", "mps"):
+        getattr(torch, place.type).synchronize()
+
+
 def num_cpus() -> int:
     """The cores that this process may use."""
     with contextlib.suppress(AttributeError):  # not on macOS and Windows

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import aoquant
 from tests.heavy import stock, tiny
 from tests.light import processes
+from tests.light.bad_input import run
 
 Make = Callable[..., Any]
 
@@ -66,3 +69,40 @@ def test_t5_comes_back_in_the_dtype_it_was_made_in(dtype: str, made: Make) -> No
 def test_float16_warns(made: Make) -> None:
     assert any("float16" in warning for warning in made("t5", "int8wo", dtype="float16").plan.warnings)
     assert not any("float16" in warning for warning in made("t5", "int8wo").plan.warnings)
+
+
+def test_what_is_slow_without_compilation_says_so(made: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """huggingface/diffusers-torchao: int8dq, uncompiled, takes twenty times as long as bfloat16."""
+    result = made("flux", "int8dq")
+    (warning,) = result.plan.warnings
+    assert "int8dq is slow without torch.compile" in warning
+    code, out, err = run(["load", str(result.plan.output)], capsys)
+    assert code == 0 and "slow" in out and "torch.compile" in out, (out, err)
+    code, out, _ = run(["load", str(result.plan.output), "--json"], capsys)
+    (component,) = json.loads(out)["components"]
+    assert "torch.compile" in component["speed"]
+    assert made("flux", "int8wo").plan.warnings == ()
+    code, out, _ = run(["load", str(made("flux", "int8wo").plan.output)], capsys)
+    assert code == 0 and "saves memory, not time" in out
+
+
+@pytest.mark.parametrize("text", ["int8wo", "int8_weight_only"])
+@pytest.mark.parametrize("name", ["flux", "t5"])
+def test_a_config_in_words_is_explained(
+    name: str, text: str, made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bghira/SimpleTuner#2778: an AssertionError today. What older versions wrote, around weights of today's."""
+    folder = shutil.copytree(made(name, "int8wo").plan.output, tmp_path / "out")
+    (folder / "aoquant.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_type"] = text
+    (folder / "config.json").write_text(json.dumps(config))
+    for command, expected in (("inspect", 0), ("load", 4)):
+        code, _, err = run([command, str(folder)], capsys)
+        assert code == expected and "Assertion" not in err and "Traceback" not in err, err
+    assert f"quant_type '{text}'" in err and "aoquant upgrade" in err
+    code, _, err = run(["upgrade", str(folder), "-o", str(tmp_path / "new")], capsys)
+    assert code == 0, err
+    stock.assert_same_state(
+        aoquant.load(tmp_path / "new").state_dict(), aoquant.load(made(name, "int8wo").plan.output).state_dict()
+    )

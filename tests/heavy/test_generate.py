@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import diffusers
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from PIL import Image, ImageSequence
 
 import aoquant
-from aoquant import pipelines
+from aoquant import loading, pipelines
 from aoquant.cli import main
 from aoquant.errors import UsageError
 from tests.heavy import tiny_pipelines
@@ -186,8 +187,63 @@ def test_an_existing_picture_is_replaced_only_on_request(
     assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
 
 
-def test_what_would_fit_is_said() -> None:
-    message, hint = pipelines.refusal([6_000, 3_000], 8_000, "cuda:0")
-    assert message == "the pipeline does not fit cuda:0: its weights take 9,000 bytes, it has 8,000"
-    assert "--offload model" in hint
-    assert "--offload group" in pipelines.refusal([9_000, 3_000], 8_000, "cuda:0")[1]
+CUDA = torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "available", "offload", "advice"),
+    [
+        pytest.param([6_000, 3_000], 8_000, "none", "--offload model keeps one component", id="a component fits"),
+        pytest.param([6_000, 3_000], 10_000, "none", "--offload model keeps one component", id="the weights fit"),
+        pytest.param([9_000, 3_000], 8_000, "none", "--offload group keeps one block", id="a component does not fit"),
+        pytest.param([6_000, 3_000], 8_000, "model", "--offload group keeps one block", id="a component is too much"),
+        pytest.param([6_000, 3_000], 8_000, "group", "--offload sequential keeps one layer", id="a block is too much"),
+        pytest.param([6_000, 3_000], 8_000, "sequential", "a smaller --height", id="a layer is too much"),
+    ],
+)
+def test_what_would_fit_is_said(sizes: list[int], available: int, offload: pipelines.Offload, advice: str) -> None:
+    error = pipelines.refusal(sizes, available, CUDA, offload)
+    assert error.exit_code == 6 and error.hint.startswith(advice)
+    words = f"its weights take {sum(sizes):,} bytes, and there are {available:,} for them and what they compute"
+    assert error.message == f"the pipeline does not fit cuda:0: {words}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_offloaded_draws_the_same(made: Made, name: str) -> None:
+    """From a CPU to itself: the hooks of accelerate and diffusers move every class of tensors there is."""
+    source, folder = made(name)
+    drawn = []
+    for offload in get_args(pipelines.Offload):
+        loaded = pipelines.load(folder, source=source)
+        pipelines.put(loaded.pipeline, torch.device("cpu"), offload)
+        size = {"height": 16, "width": 16, **({"num_frames": 5} if name == "wan2.2" else {})}
+        frames = pipelines.generate(loaded, tiny_pipelines.PROMPT, seed=3, steps=2, **size).frames
+        drawn.append(np.stack([np.asarray(frame) for frame in frames]))
+    assert all(np.array_equal(frames, drawn[0]) for frames in drawn)
+
+
+def test_int4_is_offloaded_in_the_class_that_computes(made: Made, tmp_path: Path) -> None:
+    source, _ = made("flux")
+    aoquant.quantize(source, {"transformer": "int4wo:group_size=32"}, output=tmp_path / "out")
+    here, offloaded = (
+        next(loading.load_each(tmp_path / "out", offloaded=offloaded)).module.state_dict()
+        for offloaded in (False, True)
+    )
+    for name, value in here.items():
+        assert type(offloaded[name].data) is type(value.data) and offloaded[name].device.type == "cpu"
+    assert {type(value).__name__ for value in here.values()} > {"Int4OpaqueTensor"}
+
+
+def test_a_pickle_is_trusted_on_request(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, folder = made("flux")
+    odd = shutil.copytree(folder, tmp_path / "odd")
+    (odd / "aoquant.json").unlink()
+    (file,) = (odd / "transformer").glob("*.bin")
+    torch.save({**torch.load(file, weights_only=True), "zz": argparse.Namespace(step=1)}, file)
+    argv = arguments("flux", source, odd, tmp_path / "x.png", seed=3)
+    assert main(argv) == 5
+    assert "argparse.Namespace" in (err := capsys.readouterr().err) and "--trust-pickle" in err
+    assert not (tmp_path / "x.png").exists()
+    assert main([*argv, "--trust-pickle"]) == 0
+    (expected,) = stock_frames("flux", source, folder, 3)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "x.png")), np.asarray(expected))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import aoquant
 from aoquant import loading
 from aoquant.configs import CONFIGS
-from aoquant.errors import AoquantError, CheckpointError, SourceError, UnsafeError, UsageError
+from aoquant.errors import AoquantError, CheckpointError, SourceError, UnsafeError, UsageError, is_out_of_memory
 from tests.heavy import stock, tiny
 
 Folder = Callable[..., Path]
@@ -270,3 +274,38 @@ def test_what_stock_saved_is_read_and_loaded_too(
     kinds = Counter(stock.kind(value) for value in expected.state_dict().values())
     assert component.num_quantized == kinds["Int8Tensor"] > 0
     stock.assert_same_state(aoquant.load(folder).state_dict(), expected.state_dict())
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its address space as Linux does")
+def test_memory_that_runs_out_is_no_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    config = transformers.T5Config(**{**tiny.MODELS["t5"].config, "vocab_size": 8000, "d_model": 1024})
+    transformers.T5EncoderModel(config).bfloat16().save_pretrained(tmp_path / "t5")
+    aoquant.quantize(tmp_path / "t5", {"text_encoder": "int8wo"}, output=tmp_path / "out")
+    script = """
+        import contextlib, io, resource
+        from aoquant.cli import main
+        with contextlib.redirect_stdout(io.StringIO()):
+            main(["load", "out"])  # imports what it takes
+        with open("/proc/self/status") as file:
+            size = next(int(line.split()[1]) for line in file if line.startswith("VmSize")) * 1024
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        print(main(["load", "out"]))
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True, text=True, env=environment, check=False, cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert done.stdout == "6\n", done.stderr
+    first, second = done.stderr.splitlines()
+    assert "T5EncoderModel does not fit cpu: its weights take" in first and "larger machine" in second
+
+
+@pytest.mark.parametrize("allocate", [lambda: bytearray(1 << 60), lambda: torch.empty(1 << 55, dtype=torch.uint8)])
+def test_memory_that_runs_out_is_known(allocate: Callable[[], object]) -> None:
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        allocate()
+    assert is_out_of_memory(caught.value) and not is_out_of_memory(ValueError("out of memory"))

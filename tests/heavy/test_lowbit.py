@@ -410,6 +410,18 @@ def test_what_only_passes_a_tensor_on_keeps_all_of_it(text: str, act: Callable[[
     assert same_bits(result, tensor)
 
 
+def test_it_can_be_asked_for_pinned_memory() -> None:
+    """As diffusers does where it offloads with streams. Where there is no accelerator, there is no such memory."""
+    tensor = made("int4", noise(16, 32, dtype=torch.bfloat16))
+    assert tensor.is_pinned() is False
+    if torch.accelerator.is_available():
+        pinned = tensor.pin_memory()
+        assert pinned.is_pinned() and same_bits(pinned.dequantize(), tensor.dequantize())
+    else:
+        with pytest.raises(RuntimeError, match="accelerator"):
+            tensor.pin_memory()
+
+
 @pytest.mark.parametrize("act", [torch.clone, copy.deepcopy, lambda tensor: tensor.to("cpu", copy=True)])
 def test_a_copy_shares_no_memory(act: Callable[[LowBitTensor], LowBitTensor]) -> None:
     tensor = made("int4", noise(12, 32))

@@ -104,6 +104,10 @@ def test_it_is_upgraded_to_the_bit(fixture: str, tmp_path: Path, capsys: pytest.
     stock.assert_same_state(module.state_dict(), again.state_dict())
     if fixture.startswith("t5"):
         assert tiny.forward(module, "t5").isfinite().all()
+    for index in out.glob("*.index.json"):
+        found = json.loads(index.read_text())
+        assert found["metadata"]["total_size"] == report.components[0].weight_bytes
+        assert set(found["weight_map"].values()) == {path.name for path in out.glob("*.bin")}
     if (folder / "aoquant.json").exists():
         aoquant.verify(out)
     with pytest.raises(UsageError, match="nothing to upgrade"):

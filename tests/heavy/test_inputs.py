@@ -1,0 +1,62 @@
+"""`bench` feeds a component noise: in shapes that it takes, from its config alone."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from aoquant.engine.inputs import Size, synthetic_inputs, usual_size
+from aoquant.errors import UsageError
+from tests.heavy import tiny, tiny_pipelines
+
+SIZE = Size(height=64, width=32, num_frames=9, num_tokens=16)
+
+
+def first_tensor(value: Any) -> torch.Tensor:
+    while not isinstance(value, torch.Tensor):
+        value = value[0]
+    return value
+
+
+@pytest.mark.parametrize("name", tiny_pipelines.PIPELINES)
+def test_every_component_takes_them(name: str) -> None:
+    row = tiny_pipelines.PIPELINES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        parts = row.parts(Path(folder))
+    for component in row.configs:
+        module = parts[component].eval()
+        inputs = synthetic_inputs(module, SIZE, device=torch.device("cpu"), dtype=torch.bfloat16)
+        again = synthetic_inputs(module, SIZE, device=torch.device("cpu"), dtype=torch.bfloat16)
+        with torch.no_grad():
+            output, same = (first_tensor(module(**given, return_dict=False)) for given in (inputs, again))
+        assert output.isfinite().all() and torch.equal(output, same)
+
+
+def test_a_picture_of_more_pixels_has_more_of_them() -> None:
+    module = tiny.build("flux")
+    small, large = (
+        synthetic_inputs(module, Size(height=side, width=64), device=torch.device("cpu"), dtype=torch.float32)
+        for side in (64, 128)
+    )
+    assert (small["hidden_states"].shape, large["hidden_states"].shape) == ((1, 16, 16), (1, 32, 16))
+    assert large["img_ids"].amax(0).tolist() == [0, 7, 3]
+
+
+def test_what_is_usually_drawn() -> None:
+    assert usual_size(tiny.build("flux")) == Size(height=1024, width=1024)
+    assert usual_size(tiny.build("sdxl_unet")) == Size(height=64, width=64)
+    assert usual_size(tiny.build("wan")) == Size(height=480, width=832, num_frames=81)
+
+
+def test_a_class_without_any_is_named() -> None:
+    class Other(nn.Module):
+        config: ClassVar = {"in_channels": 4}
+
+    with pytest.raises(UsageError, match="no inputs for Other") as caught:
+        synthetic_inputs(Other(), SIZE, device=torch.device("cpu"), dtype=torch.float32)
+    assert "FluxTransformer2DModel" in caught.value.hint
