@@ -90,10 +90,10 @@ def stock_folder(stock_model: Callable[..., Any], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Flux transformer with some weights of about a million values. Do not write there."""
+    """A Flux transformer with some weights of about 400,000 values. Do not write there."""
     folder = tmp_path_factory.mktemp("wide")
     model = diffusers.FluxTransformer2DModel(**dict(tiny.MODELS["flux"].config) | {
-        "attention_head_dim": 128, "num_attention_heads": 4, "axes_dims_rope": (32, 48, 48),
+        "attention_head_dim": 128, "num_attention_heads": 2, "axes_dims_rope": (32, 48, 48),
         "joint_attention_dim": 272, "in_channels": 48,
     })  # fmt: skip
     tiny.fill(model)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +13,10 @@ import torch
 
 import aoquant
 from tests.heavy import stock, tiny
+from tests.light import processes
 from tests.light.bad_input import run
 
-ROOT = Path(__file__).parents[2]
 Make = Callable[..., Any]
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False)
 
 
 def test_a_bin_in_shards_is_found(made: Make, stock_model: Make) -> None:
@@ -42,21 +34,26 @@ def test_a_process_without_torchao_loads_it_and_patches_nothing(made: Make) -> N
     """huggingface/diffusers#11018: torch.load stops there, and programs replace it for the whole process."""
     folder = made("flux", "int8wo").plan.output
     (file,) = folder.glob("*.bin")
-    stopped = python("-c", f"import torch; torch.load({str(file)!r}, weights_only=True)")
-    assert stopped.returncode and "Unsupported global" in stopped.stderr
-    done = python("-m", "aoquant", "load", str(folder), "--json", "-q")
+    code = f"""if True:
+        import pickle, sys, torch
+        from aoquant.cli import main
+        assert "torchao" not in sys.modules
+        before = torch.load, torch.serialization.load, torch.nn.Module.load_state_dict
+        try:
+            torch.load({str(file)!r}, weights_only=True)
+        except pickle.UnpicklingError as error:
+            assert "Unsupported global" in str(error)
+        else:
+            raise AssertionError("it loads without torchao")
+        assert main(["load", {str(folder)!r}, "--json", "-q"]) == 0
+        assert before == (torch.load, torch.serialization.load, torch.nn.Module.load_state_dict)
+        names = {{getattr(thing, '__module__', '') for thing in torch.serialization.get_safe_globals()}}
+        assert all(name.partition('.')[0] in ('', 'torch', 'torchao', 'aoquant') for name in names), names
+    """
+    done = processes.run(["-c", code])
     assert (done.returncode, done.stderr) == (0, "")
     (component,) = json.loads(done.stdout)["components"]
     assert component["weights"]["Int8Tensor"] > 0
-    kept = python(
-        "-c",
-        "import torch; before = torch.load, torch.serialization.load, torch.nn.Module.load_state_dict\n"
-        f"import aoquant; aoquant.load({str(folder)!r})\n"
-        "assert before == (torch.load, torch.serialization.load, torch.nn.Module.load_state_dict)\n"
-        "names = {getattr(thing, '__module__', '') for thing in torch.serialization.get_safe_globals()}\n"
-        "assert all(name.partition('.')[0] in ('', 'torch', 'torchao', 'aoquant') for name in names), names",
-    )
-    assert kept.returncode == 0, kept.stderr
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,10 @@ import pytest
 
 import aoquant
 from tests.heavy import tiny
-from tests.light import schemas
+from tests.light import processes, schemas
 from tests.light.bad_input import contents, run, write
 from tests.light.hub_server import HubServer
 
-ROOT = Path(__file__).parents[2]
 TOKEN = "hf_SecretSecretSecretSecret"
 CARD = """---
 license: other
@@ -138,27 +134,26 @@ def hub() -> Iterator[HubServer]:
         yield server
 
 
-def start(pipe: Path, work: Path, hub: HubServer, *options: str, token: str = TOKEN) -> subprocess.Popen[str]:
+def start(pipe: Path, work: Path, hub: HubServer, *options: str, token: str = TOKEN) -> processes.Child:
+    argv = ["-m", "aoquant", "quantize", str(pipe), "--transformer", "int8wo", "-o", "out", *options]
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": token,
-        "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1",
+        "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-m", "aoquant", "quantize", str(pipe), "--transformer", "int8wo", "-o", "out", *options],
-        cwd=work, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    return processes.start(argv, cwd=work, env=environment)
 
 
-def finish(process: subprocess.Popen[str], work: Path) -> tuple[int, str, str]:
+def finish(process: processes.Child, work: Path) -> tuple[int, str, str]:
     """Exit code, stdout and stderr; the token is in neither, nor in a file."""
-    out, err = process.communicate(timeout=180)
-    assert TOKEN not in out + err and "Traceback" not in err
+    done = process.finish()
+    assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr
     assert all(TOKEN.encode() not in content for content in files(work).values())
-    return process.returncode, out, err
+    return done.returncode, done.stdout, done.stderr
 
 
 def quantize(pipe: Path, work: Path, hub: HubServer, *options: str, token: str = TOKEN) -> tuple[int, str, str]:
-    return finish(start(pipe, work, hub, *options, token=token), work)
+    with start(pipe, work, hub, *options, token=token) as process:
+        return finish(process, work)
 
 
 def test_quantize_and_upload_in_one(pipe: Path, tmp_path: Path, hub: HubServer) -> None:
@@ -190,10 +185,10 @@ def test_a_failed_upload_leaves_the_finished_folder_and_says_how_to_go_on(
 
 def test_an_interrupted_upload_does_so_too(pipe: Path, tmp_path: Path, hub: HubServer) -> None:
     hub.hold = "commit"
-    process = start(pipe, tmp_path, hub, "--push-to", REPO, "--private", "-q")
-    assert hub.held.wait(timeout=120)
-    process.send_signal(signal.SIGINT)
-    code, out, err = finish(process, tmp_path)
+    with start(pipe, tmp_path, hub, "--push-to", REPO, "--private", "-q") as process:
+        assert hub.held.wait(timeout=120)
+        process.send_signal(signal.SIGINT)
+        code, out, err = finish(process, tmp_path)
     assert (code, out) == (130, "")
     assert err == f"error: interrupted\nhint: out is whole: `aoquant push out {REPO} --private` uploads it\n"
     assert aoquant.verify(tmp_path / "out").is_sound

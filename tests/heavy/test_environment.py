@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,24 +14,20 @@ import torch
 from aoquant.configs import CONFIGS, parse_config
 from aoquant.engine import support
 from aoquant.engine.quantize import kernel_for
-from tests.light import schemas
+from tests.light import processes, schemas
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 
 
 def test_every_config_is_made_and_run_on_a_cpu(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "aoquant", "env", "--json"],
-        capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = processes.run(["-m", "aoquant", "env", "--json"], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     report = schemas.validated(done.stdout, "env")
     verdicts = {row["config"]: row["on"]["cpu"] for row in report["configs"]}
     assert verdicts.keys() == CONFIGS.keys()
     assert {(verdict["cannot_make"], verdict["cannot_run"]) for verdict in verdicts.values()} == {("", "")}
     assert report["versions"]["torch"] == torch.__version__
-    for private in (platform.node(), getpass.getuser(), str(Path.home()), str(ROOT)):
+    for private in (platform.node(), getpass.getuser(), str(Path.home()), str(processes.ROOT)):
         assert json.dumps(private)[1:-1] not in done.stdout.replace(sys.platform, "")
 
 

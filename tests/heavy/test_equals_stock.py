@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ CONFIG_TEXTS = (
 )  # fmt: skip
 FORMATS = pytest.mark.parametrize("file_format", ["bin", "safetensors"])
 FLUX: tuple[stock.Library, str] = ("diffusers", "FluxTransformer2DModel")
+T5: tuple[stock.Library, str] = ("transformers", "T5EncoderModel")
 
 
 def load(folder: Path, name: str, **options: Any) -> Any:
@@ -151,20 +153,21 @@ def test_shards_of_output(name: str, config_text: str, file_format: str, made: M
     assert_same(result.plan.output, name, stock_model(name, config_text))
 
 
-def assert_wide_same(
-    output: Path, source: Path, config_text: str, where: tuple[stock.Library, str]
-) -> dict[str, torch.Tensor]:
-    """As `assert_same` for other models, without the forward; returns the state."""
-    state: dict[str, torch.Tensor] = stock.load(output, *where).state_dict()
+def expected_state(source: Path, config_text: str, where: tuple[stock.Library, str]) -> dict[str, torch.Tensor]:
+    """The state of the model in `source` as stock quantizes it, for int4wo as its formula says."""
     group = stock.group_size(config_text)
     if config_text.startswith("int4wo"):
         assert group is not None
-        expected = int4_state(stock.load(source, *where), group)
-    else:
-        skip = stock.indivisible(source, *where, group)
-        expected = stock.quantize(source, *where, config_text, skip=skip).state_dict()
-    stock.assert_same_state(state, expected)
+        return int4_state(stock.load(source, *where), group)
+    skip = stock.indivisible(source, *where, group)
+    state: dict[str, torch.Tensor] = stock.quantize(source, *where, config_text, skip=skip).state_dict()
     return state
+
+
+@pytest.fixture(scope="module")
+def wide_state(wide_folder: Path) -> Callable[[str], dict[str, torch.Tensor]]:
+    """`wide_state(config_text)` → `expected_state` of the wide Flux transformer."""
+    return functools.cache(lambda config_text: expected_state(wide_folder, config_text, FLUX))
 
 
 @FORMATS
@@ -173,26 +176,36 @@ def assert_wide_same(
     ["int8wo", "int8wo:group_size=32", "fp8wo", "fp8dq", "fp8dqrow", "uint4wo:group_size=16", "int4dq", "int4wo"],
 )
 def test_many_small_blocks_and_jobs(
-    config_text: str, file_format: str, wide_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config_text: str, file_format: str, wide_folder: Path, wide_state: Callable[[str], dict[str, torch.Tensor]],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """A weight of a hundred blocks, more jobs than may be in flight, last ones that are short."""
-    monkeypatch.setattr(blocks, "CPU_BLOCK", 5000)
+    monkeypatch.setattr(blocks, "CPU_BLOCK", 4000)
     monkeypatch.setattr(blocks, "JOB_BLOCKS", 3)
     aoquant.quantize(wide_folder, {"transformer": config_text}, output=tmp_path / "out", format=file_format)
-    state = assert_wide_same(tmp_path / "out", wide_folder, config_text, FLUX)
+    state = stock.load(tmp_path / "out", *FLUX).state_dict()
+    stock.assert_same_state(state, wide_state(config_text))
     assert any(value.numel() > 300_000 for value in state.values() if stock.kind(value) != "Tensor")
 
 
-@pytest.mark.parametrize("config_text", ["int8wo", "fp8dq", "uint4wo", "int4wo"])
-def test_weights_of_several_blocks_and_jobs(config_text: str, tmp_path: Path) -> None:
-    """At the real sizes: [4112, 1024] is a little more than two jobs of eight blocks."""
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A T5 encoder with weights of [4112, 1024]. Do not write there."""
     config = transformers.T5Config(**{**tiny.MODELS["t5"].config, "d_model": 1024, "d_ff": 4112})
     model = transformers.T5EncoderModel(config)
     tiny.fill(model)
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "source")
-    aoquant.quantize(tmp_path / "source", {"text_encoder": config_text}, output=tmp_path / "out")
+    folder = tmp_path_factory.mktemp("long")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("config_text", ["int8wo", "fp8dq", "uint4wo", "int4wo"])
+def test_weights_of_several_blocks_and_jobs(config_text: str, long_folder: Path, tmp_path: Path) -> None:
+    """At the real sizes: [4112, 1024] is a little more than two jobs of eight blocks."""
+    aoquant.quantize(long_folder, {"text_encoder": config_text}, output=tmp_path / "out")
     assert 2 * blocks.CPU_BLOCK * blocks.JOB_BLOCKS < 4112 * 1024
-    assert_wide_same(tmp_path / "out", tmp_path / "source", config_text, ("transformers", "T5EncoderModel"))
+    state = stock.load(tmp_path / "out", *T5).state_dict()
+    stock.assert_same_state(state, expected_state(long_folder, config_text, T5))
 
 
 def test_legacy_attention_names_of_a_vae(tiny_folder: Folder, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import forward_errors
@@ -14,12 +16,24 @@ import pytest
 
 from aoquant import inspect
 from tests.heavy import stock, tiny
-from tests.light import bad_input
+from tests.light import bad_input, processes
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "examples" / "slurm-array.sh"
 CONFIGS = {"transformer": "int8wo", "text_encoder_2": "fp8wo"}
 COMPONENTS = [f"{name}={config}" for name, config in CONFIGS.items()]
+
+# `aoquant` on PATH: has the command run by the test, which need not import torch for each.
+LAUNCHER = f"""#!{sys.executable}
+import os, sys
+from multiprocessing.connection import Client
+with Client(os.environ["LAUNCHES"]) as launches:
+    launches.send((sys.argv[1:], os.getcwd(), dict(os.environ)))
+    code, out, err = launches.recv()
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(code)
+"""
 
 # What a cluster's sbatch would do, done here at once: run every task of an array, or the one job.
 SBATCH = """#!/usr/bin/env bash
@@ -57,18 +71,36 @@ def cluster(tiny_folder: Callable[..., Path], tmp_path: Path) -> Path:
     bad_input.write(tmp_path, {"pipe/model_index.json": {"_class_name": "FluxPipeline", **parts}})
     (tmp_path / "pipe" / "transformer").symlink_to(tiny_folder("flux"))
     (tmp_path / "pipe" / "text_encoder_2").symlink_to(tiny_folder("t5"))
-    launcher = f'#!/bin/sh\nexec "{sys.executable}" -m aoquant "$@"\n'
-    bad_input.write(tmp_path, {"bin/aoquant": launcher, "bin/sbatch": SBATCH})
+    bad_input.write(tmp_path, {"bin/aoquant": LAUNCHER, "bin/sbatch": SBATCH})
     for program in (tmp_path / "bin").iterdir():
         program.chmod(0o755)
     return tmp_path
 
 
+def launch_all(listener: Listener) -> None:
+    """Run each command that a launcher sends, in a process of its own."""
+    while True:
+        with listener.accept() as launcher:
+            if (sent := launcher.recv()) is None:
+                return
+            argv, cwd, environment = sent
+            done = processes.run(["-m", "aoquant", *argv], cwd=Path(cwd), env=environment)
+            launcher.send((done.returncode, done.stdout, done.stderr))
+
+
 def slurm(cluster: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     path = f"{cluster / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **environment}
     command = [str(SLURM), *words, *COMPONENTS]
-    return subprocess.run(command, cwd=cluster, env=environment, capture_output=True, text=True, timeout=300)
+    with Listener(family="AF_UNIX") as listener:
+        launches = threading.Thread(target=launch_all, args=(listener,))
+        launches.start()
+        try:
+            environment = {**os.environ, "PATH": path, "LAUNCHES": str(listener.address), **environment}
+            return subprocess.run(command, cwd=cluster, env=environment, capture_output=True, text=True, timeout=300)
+        finally:
+            with Client(listener.address) as end:
+                end.send(None)
+            launches.join()
 
 
 def test_a_task_of_the_slurm_array_quantizes_its_component_and_can_be_run_again(cluster: Path) -> None:

@@ -334,7 +334,7 @@ def test_same_input_same_bytes_however_many_workers(
         monkeypatch.setattr(blocks, "_num_workers", lambda workers=workers: workers)
         monkeypatch.setattr(blocks, "CPU_BLOCK", block)
         output = tmp_path / f"{workers}" / "out"
-        options: dict[str, Any] = {"format": file_format, "max_shard_size": "5MB"}
+        options: dict[str, Any] = {"format": file_format, "max_shard_size": "600kB"}
         aoquant.quantize(wide_folder, {"transformer": "int8wo"}, output=output, **options)
         contents.append({path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in output.iterdir()})
     assert len(contents[0]) > 5

@@ -6,8 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -24,7 +22,7 @@ from aoquant import loading, pipelines
 from aoquant.cli import main
 from aoquant.errors import UsageError
 from tests.heavy import tiny_pipelines
-from tests.light import schemas
+from tests.light import processes, schemas
 
 CASES = {
     "flux": ("transformer", "int8wo"),
@@ -197,7 +195,7 @@ def test_a_quiet_process_says_nothing_but_the_document(made: Made, tmp_path: Pat
     source, folder = made("flux")
     argv = arguments("flux", source, folder, tmp_path / "x.png", seed=0)
     argv[argv.index("--height") + 1] = "17"  # diffusers warns that it will round
-    done = subprocess.run([sys.executable, "-m", "aoquant", *argv, "-q"], capture_output=True, text=True, check=False)
+    done = processes.run(["-m", "aoquant", *argv, "-q"])
     assert (done.returncode, done.stderr) == (0, "")
     assert schemas.validated(done.stdout, "generate")["height"] == 16
 

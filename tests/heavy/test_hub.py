@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +16,13 @@ import pytest
 import torch
 
 import aoquant as library
+from tests.light import processes
 from tests.light.hub_server import HubServer
 
-ROOT = Path(__file__).parents[2]
 REPO = "acme/tiny-flux"
 SHARD = "transformer/diffusion_pytorch_model-{:05d}-of-00003.safetensors"
+
+QUANTIZE = ("-m", "aoquant", "quantize", REPO, "--transformer", "int8wo", "-o", "out")
 
 # Quantizes the transformer of the repository, and prints each stage that reports progress, once.
 DRIVER = f"""
@@ -56,15 +56,13 @@ def hub(pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         server.publish(REPO, pipeline)
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
         monkeypatch.delenv("HF_HUB_OFFLINE")
         monkeypatch.chdir(tmp_path)
         yield server
 
 
 def aoquant(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "aoquant", *arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = processes.run(["-m", "aoquant", *arguments, "--json"])
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -112,15 +110,16 @@ def test_other_components_are_links_to_the_cache(hub: HubServer, pipeline: Path,
 def test_work_begins_before_the_last_file_has_arrived(hub: HubServer) -> None:
     repo = hub.repos[REPO]
     repo.stall_after, repo.stall_at = 0, SHARD.format(3)
-    with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        stages = []
-        for line in child.stdout:
-            stages.append(line.strip())
-            if line.startswith("transformer →"):
-                assert repo.stalled.wait(timeout=30) and not repo.release.is_set()
-                repo.release.set()
-    assert child.returncode == 0
+    with processes.start(["-c", DRIVER]) as child:
+        deadline = time.monotonic() + 60
+        while "\ntransformer →" not in child.output()[0]:
+            assert child.returncode is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        assert repo.stalled.wait(timeout=30) and not repo.release.is_set()
+        repo.release.set()
+        done = child.finish()
+    assert done.returncode == 0, done.stderr
+    stages = done.stdout.splitlines()
     assert f"downloading {REPO}" in stages and "transformer → int8wo" in stages
     assert Path("out/aoquant.json").is_file()
 
@@ -128,24 +127,22 @@ def test_work_begins_before_the_last_file_has_arrived(hub: HubServer) -> None:
 def test_an_interrupt_during_the_download_ends_at_once(hub: HubServer, tmp_path: Path) -> None:
     repo = hub.repos[REPO]
     repo.stall_after = 1000
-    command = [sys.executable, "-m", "aoquant", "quantize", REPO, "--transformer", "int8wo", "-o", "out"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with processes.start(QUANTIZE) as child:
         assert repo.stalled.wait(timeout=60)
         time.sleep(0.5)
         started = time.monotonic()
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=30)
+        done = child.finish(timeout=30)
         assert time.monotonic() - started < 8  # the client itself would wait 10 s for the network
-    assert (child.returncode, out) == (130, "")
-    assert "error: interrupted" in err and "Traceback" not in err
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "error: interrupted" in done.stderr and "Traceback" not in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}
 
 
 def test_a_download_that_fails_midway_leaves_nothing(hub: HubServer, tmp_path: Path) -> None:
     repo = hub.repos[REPO]
     repo.fail_at = SHARD.format(2)
-    command = [sys.executable, "-m", "aoquant", "quantize", REPO, "--transformer", "int8wo", "-o", "out"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = processes.run(QUANTIZE)
     assert (done.returncode, done.stdout) == (3, "")
     *_, error, hint = done.stderr.splitlines()
     assert error.startswith("error: ") and "HTTP 404" in error and hint == "hint: run it again"

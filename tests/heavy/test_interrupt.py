@@ -11,8 +11,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import accelerate
@@ -22,8 +22,8 @@ import torch
 
 import aoquant
 from tests.heavy import tiny
+from tests.light.processes import ROOT, Child, start
 
-ROOT = Path(__file__).parents[2]
 UNWINDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TARGETS = ("fresh", "over")
 # Slow enough that a signal meets it at work: about two seconds of writing.
@@ -96,10 +96,10 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def until(condition: Callable[[], bool], running: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert running()
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -109,23 +109,26 @@ def is_writing(folder: Path, target: str) -> bool:
     return any(path.stat().st_size > 10e6 for path in folder.glob(f".{target}.*/*.bin"))
 
 
+def are_running(children: Iterable[Child]) -> bool:
+    return all(child.returncode is None for child in children)
+
+
 def interrupt(number: int, model: Path, old: Path, folder: Path) -> dict[str, tuple[int, str]]:
     """Send the signal to one process for each target, side by side, each as soon as it writes: exit code and stderr."""
     shutil.copytree(old, folder / "over")
     ended = {}
-    commands = {target: ["quantize", str(model), *ARGUMENTS, "-o", target] for target in TARGETS}
-    with started(commands["fresh"], folder) as fresh, started(commands["over"], folder) as over:
-        processes = {"fresh": fresh, "over": over}
+    commands = {target: ["-m", "aoquant", "quantize", str(model), *ARGUMENTS, "-o", target] for target in TARGETS}
+    with ExitStack() as stack:
+        processes = {target: stack.enter_context(start(argv, cwd=folder)) for target, argv in commands.items()}
         waiting = dict(processes)
         while waiting:
-            target = next(iter(waiting))
-            until(lambda: any(is_writing(folder, target) for target in waiting), waiting[target])
+            until(lambda: any(is_writing(folder, target) for target in waiting), lambda: are_running(waiting.values()))
             for target in [target for target in waiting if is_writing(folder, target)]:
                 waiting.pop(target).send_signal(number)
         for target, process in processes.items():
-            out, err = process.communicate(timeout=60)
-            assert out == ""
-            ended[target] = process.returncode, err
+            done = process.finish(timeout=60)
+            assert done.stdout == ""
+            ended[target] = done.returncode, done.stderr
     return ended
 
 
@@ -167,7 +170,7 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(
     number: int, delay_s: float, model: Path, tmp_path: Path
 ) -> None:
     with started(["quantize", str(model), *ARGUMENTS, "-o", "out"], tmp_path) as process:
-        until(lambda: handles(process.pid, signal.SIGTERM), process)
+        until(lambda: handles(process.pid, signal.SIGTERM), lambda: process.poll() is None)
         time.sleep(delay_s)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from torchao.quantization import IntxUnpackedToInt8Tensor, MappingType
 from aoquant import lowbit
 from aoquant.lowbit import AoquantLowBitConfig, Element, LowBitTensor, pack, packed_bytes, unpack
 from tests.heavy import stock, tiny
+from tests.light import processes
 
 Folder = Callable[..., Path]
 
@@ -521,11 +520,7 @@ def test_torchaos_safetensors_form_comes_back(text: str) -> None:
 
 def run_python(code: str, folder: Path) -> str:
     """What `code` prints in an interpreter of its own, whose working folder is `folder`."""
-    root = Path(lowbit.__file__).parents[1]
-    preamble = f"import sys; sys.path.insert(0, {str(root)!r})\n"
-    done = subprocess.run(
-        [sys.executable, "-c", preamble + code], cwd=folder, capture_output=True, text=True, timeout=300
-    )
+    done = processes.run(["-c", code], cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

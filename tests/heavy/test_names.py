@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ import make_tiny_flux
 import pytest
 
 from tests.heavy import stock
+from tests.light import processes
 from tests.light.hub_server import HubServer
 
-ROOT = Path(__file__).parents[2]
 REPO = "black-forest-labs/FLUX.1-dev"
 
 
@@ -37,12 +35,10 @@ def hub() -> Iterator[HubServer]:
 def aoquant(*argv: str, work: Path, endpoint: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """One command in a process of its own, with the Hub at `endpoint` and its cache in `work`; and its JSON."""
     environment = {
-        **{name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"},
-        "PYTHONPATH": str(ROOT), "HF_HOME": str(work / "home"), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0", "HF_HOME": str(work / "home"), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1",
         "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
-    command = [sys.executable, "-m", "aoquant", *argv, "--json"]
-    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=300)
+    done = processes.run(["-m", "aoquant", *argv, "--json"], cwd=work, env=environment)
     assert done.returncode == 0, done.stderr
     return done, json.loads(done.stdout)
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +20,8 @@ import aoquant
 from aoquant.cli import main
 from tests.heavy import stock, tiny_pipelines
 from tests.heavy.tiny_pipelines import PIPELINES
+from tests.light import processes
 
-ROOT = Path(__file__).parents[2]
 FORMATS = pytest.mark.parametrize("file_format", ["bin", "safetensors"])
 ALL = pytest.mark.parametrize("name", PIPELINES)
 LOADED_WHOLE: Mapping[str, tuple[str, ...]] = {}
@@ -220,16 +217,11 @@ def test_shards_of_bin_load_by_the_printed_lines(name: str, saved: Saved, tmp_pa
 
 def test_as_typed_in_a_shell(saved: Saved, tmp_path: Path) -> None:
     """The command in one process, the printed lines in another."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-m", "aoquant", "quantize", str(saved("flux")), *arguments("flux"), "--full", "-o", "out"]
-    done = subprocess.run(
-        [*argv, "--json", "--quiet"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    argv = ["-m", "aoquant", "quantize", str(saved("flux")), *arguments("flux"), "--full", "-o", "out"]
+    done = processes.run([*argv, "--json", "--quiet"], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     draw = "\nimages = pipeline('a lighthouse', num_inference_steps=2, height=32, width=32, output_type='pt').images"
     check = "\nassert images.shape == (1, 3, 32, 32) and images.isfinite().all()"
     script = json.loads(done.stdout)["snippet"] + draw + check
-    ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    ran = processes.run(["-c", script], cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-2000:]

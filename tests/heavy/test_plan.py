@@ -82,7 +82,7 @@ def assert_plan_is_result(result: Any, planned: Any) -> None:
     assert found.weight_bytes == component.tensor_bytes < component.unquantized_bytes
 
 
-@pytest.mark.parametrize("config_text", ["int8wo", "fp8wo", "uint4wo"])
+@pytest.mark.parametrize("config_text", ["int8wo", "uint4wo"])
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_files_and_fates_of_every_model(name: str, config_text: str, made: Make, tiny_folder: Folder) -> None:
     result = made(name, config_text)

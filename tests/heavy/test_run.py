@@ -21,6 +21,7 @@ import torch
 import aoquant
 from aoquant.engine.run import write
 from aoquant.errors import AoquantError, CheckpointError, ResourceError, UsageError
+from tests.light import processes
 
 Folder = Callable[..., Path]
 Make = Callable[..., Any]
@@ -405,8 +406,7 @@ print(json.dumps({"sizes": sizes, "peaks": peaks}))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_peak_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     """Of 60 MB of weights and of 240 MB, in both formats, and where a whole weight is looked at before it is made."""
-    command = [sys.executable, "-W", "ignore", "-c", _MEASURE, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = processes.run(["-c", _MEASURE, str(tmp_path)])
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout)
     assert 55e6 < found["sizes"]["small"] < 75e6 and found["sizes"]["large"] > 240e6

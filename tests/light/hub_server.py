@@ -159,6 +159,7 @@ class _Answered(Exception):  # noqa: N818 - not an error
 def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # head and body are sent apart: each would wait 40 ms for the other's receipt
 
         def log_message(self, format: str, *args: object) -> None:
             pass

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aoquant.models import MODELS, ModelRow, find_model, models_json
+from tests.light import processes
 from tests.light.hub_server import HubServer
 from tests.light.test_source import pipeline_files, write_files
 
-ROOT = Path(__file__).parents[2]
 ROWS = pytest.mark.parametrize("row", MODELS.values(), ids=lambda row: row.name)
 SPELLINGS = [(spelling, row) for row in MODELS.values() for spelling in row.spellings]
 FLUX = "black-forest-labs/FLUX.1-dev"
@@ -38,10 +35,7 @@ else:
 
 def opened(model: str, *, work: Path, **options: Any) -> dict[str, Any]:
     """In a process of its own, since huggingface_hub reads its environment on import."""
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, model, json.dumps(options)], cwd=work, capture_output=True, text=True,
-        timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = processes.run(["-c", DRIVER, model, json.dumps(options)], cwd=work)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ import pytest
 
 from aoquant.errors import AoquantError, CheckpointError, SourceError, UsageError
 from aoquant.source import Source, open_component, open_source
+from tests.light import processes
 from tests.light.hub_server import HubServer
 
-ROOT = Path(__file__).parents[2]
 REPO = "acme/tiny-flux"
 TOKEN = "hf_SecretSecretSecretSecret"
 
@@ -428,11 +426,8 @@ def test_a_revision_of_a_local_folder_is_refused(pipeline: Path) -> None:
 
 def run(code: str = DRIVER, *, env: dict[str, str] | None = None, **arguments: object) -> dict[str, Any]:
     """Run open_source in a process of its own, since huggingface_hub reads its environment on import."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps({"model": REPO, "components": ["transformer"], **arguments})],
-        capture_output=True, text=True, timeout=60, env=environment,
-    )  # fmt: skip
+    asked = json.dumps({"model": REPO, "components": ["transformer"], **arguments})
+    done = processes.run(["-c", code, asked], env=env)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     result["stderr"] = done.stderr
@@ -846,18 +841,15 @@ def test_an_interrupted_download_leaves_nothing_that_passes_for_whole(
     hub.publish(REPO, pipeline)
     repo = hub.repos[REPO]
     repo.stall_after = 50
-    child = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, json.dumps({"model": REPO, "components": ["vae"]})],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert repo.stalled.wait(timeout=30)
-    for _ in range(30):  # a library may swallow one that meets it in the wrong place
-        child.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=2)
-            break
-    _, stderr = child.communicate(timeout=30)
-    assert child.returncode != 0 and b"KeyboardInterrupt" in stderr
+    with processes.start(["-c", DRIVER, json.dumps({"model": REPO, "components": ["vae"]})]) as child:
+        assert repo.stalled.wait(timeout=30)
+        for _ in range(30):  # a library may swallow one that meets it in the wrong place
+            child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.finish(timeout=2)
+                break
+        done = child.finish(timeout=30)
+    assert done.returncode != 0 and "KeyboardInterrupt" in done.stderr
     assert not list(isolated.rglob("*diffusion_pytorch_model.safetensors"))
     offline = refusal(components=["vae"], offline=True)
     assert (offline["code"], "weights of vae" in offline["message"]) == (3, True)

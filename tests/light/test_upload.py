@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import Any
 import pytest
 
 from aoquant.checkpoint.manifest import card_on_hub, parse_manifest
-from tests.light import schemas
+from tests.light import processes, schemas
 from tests.light.checkpoints import LARGE, MADE, WEIGHTS, checkpoint, write_texts
 from tests.light.hub_server import HubServer, ServedRepo
 
-ROOT = Path(__file__).parents[2]
 REPO = "acme/tiny-int8"
 TOKEN = "hf_SecretSecretSecretSecret"
 
@@ -43,10 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 def aoquant(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """One command, of which no output and no file may hold the token."""
-    done = subprocess.run(
-        [sys.executable, "-m", "aoquant", *argv], cwd=cwd, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )  # fmt: skip
+    done = processes.run(["-m", "aoquant", *argv], cwd=cwd, env=environment)
     assert TOKEN not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     for path in (*cwd.rglob("*"), *Path(os.environ["HF_HOME"]).rglob("*")):
@@ -232,10 +227,7 @@ def test_progress_is_lines_that_name_the_files(hub: HubServer, folder: Path) -> 
         "import sys; from aoquant import console, push; console._LINE_EVERY_S = 0.0\n"
         "with console.Console().progress() as report: push('out', sys.argv[1], on_progress=report)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, REPO], cwd=folder.parent, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = processes.run(["-c", code, REPO], cwd=folder.parent)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     lines = done.stderr.splitlines()
     assert lines[0].startswith("verifying ") and "\r" not in done.stderr
