@@ -17,7 +17,7 @@ import typer
 from aoquant import __version__
 from aoquant.console import Console, ReaderGone, accept_any_text, open_streams, silence_stdout
 from aoquant.errors import AoquantError, CheckpointError, ResourceError, UsageError, is_out_of_memory
-from aoquant.output import finished, is_staging
+from aoquant.output import finished, forget, is_staging
 from aoquant.request import Options, Request, make_request
 
 INTERRUPTED = 130
@@ -422,6 +422,7 @@ def options(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code (README lists them); prints at most an error and a hint of its own."""
+    forget()
     signals = _Signals()
     gc.set_threshold(_COLLECT_EVERY)
     open_streams()

@@ -168,8 +168,12 @@ def is_staging() -> bool:
 
 
 def finished() -> list[Path]:
-    """The folders that took their places in this process."""
+    """The folders that took their places in this process, since `forget`."""
     return list(_finished)
+
+
+def forget() -> None:
+    _finished.clear()
 
 
 @contextlib.contextmanager

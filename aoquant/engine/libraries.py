@@ -92,8 +92,10 @@ def uncollected() -> Iterator[None]:
 
 def versions() -> dict[str, str]:
     """Versions of everything that shapes a checkpoint, as the manifest records them."""
-    names = ("torch", "torchao", "diffusers", "transformers", "safetensors")
-    return {name: metadata.version(name) for name in names}
+    return {name: _version(name) for name in ("torch", "torchao", "diffusers", "transformers", "safetensors")}
+
+
+_version = functools.cache(metadata.version)
 
 
 @functools.cache
