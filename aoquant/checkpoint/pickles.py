@@ -121,8 +121,9 @@ def read_pickle_file(path: Path, *, opener: Opener = open_file) -> PickleContent
         root, named = _play(path, archive)
         suspicious = tuple(sorted({g.path + (" (changed)" if g.changed else "") for g in named if _is_odd(g)}))
         reader = _Reader(path, archive)
-        # Of what is no state dict, that it would run code is the more to say.
-        entries, other_values = reader.state_dict({} if suspicious and not isinstance(root, dict) else root)
+        # Of what is no state dict, that it would run code is the more to say; but a whole module is a mistake.
+        is_hostile = any(not name.startswith("torch.nn.modules.") for name in suspicious)
+        entries, other_values = reader.state_dict({} if is_hostile and not isinstance(root, dict) else root)
     return PickleContents(
         entries=entries,
         suspicious=suspicious,
