@@ -167,9 +167,10 @@ def _load(
         state = module.state_dict(keep_vars=True)  # else every tensor is detached
         _refuse_incomplete(folder, report, writers, state)
         _check_loaded(report, state, missing=missing)
-        from aoquant import int4  # torchao is talkative when it is first imported
+        if any(entry.kind == "Int4Tensor" for entry in report.entries.values()):
+            from aoquant import int4  # torchao is talkative when it is first imported
 
-        int4.to_runnable(module, place)
+            int4.to_runnable(module, place)
     tensors = [*module.parameters(), *module.buffers()]
     return Loaded(
         module=module,

@@ -114,9 +114,10 @@ def safetensors_classes() -> Mapping[str, type]:
 
 
 def config_modules() -> list[str]:
-    """The modules in which torchao looks up what a config.json names."""
+    """The modules in which torchao looks up what a config.json names; those that are imported already come first."""
     load("torchao.quantization")
-    return sorted(importlib.import_module("torchao.core.config").ALLOWED_AO_MODULES)
+    modules: set[str] = importlib.import_module("torchao.core.config").ALLOWED_AO_MODULES
+    return sorted(modules, key=lambda name: (name not in sys.modules, name))
 
 
 def find_class(library: Library, class_name: str) -> type:
