@@ -1,14 +1,16 @@
 """A checkpoint's components against those they were made from: load time, time per step, peak memory.
 
-Each case runs in a process of its own, so that its memory is its own. `python -m aoquant.benchmarking CASE FILE` is
-such a process: CASE is JSON, and so is what it writes into FILE.
+Each case runs in a process of its own, so that its memory is its own: `main`, whose arguments are the case as JSON, and
+the file that it writes its answer into, as JSON too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import secrets
 import statistics
 import subprocess
@@ -120,6 +122,8 @@ def check_plot(target: Path) -> None:
         raise UsageError(f"{target} is no name for a plot", hint=f"end it in {', '.join(PLOTS)}")
     beside = _beside(target)
     try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         beside.touch()
         beside.unlink()
     except OSError as error:
@@ -180,13 +184,27 @@ def _components(report: Report, folder: str, names: Sequence[str]) -> dict[str, 
     }
 
 
+_START = """
+import sys
+sys.path[:] = [path for path in sys.path if path]
+from aoquant.benchmarking import main
+main()
+"""
+
+
 def _run(folder: str, name: str, settings: Settings, *, original: bool, is_compiled: bool) -> dict[str, Any]:
     case = json.dumps({**settings, "folder": folder, "name": name, "original": original, "compile": is_compiled})
     with tempfile.TemporaryDirectory() as scratch:
         answered = Path(scratch) / "answer.json"
-        command = [sys.executable, "-m", "aoquant.benchmarking", case, str(answered)]
+        # Not -m, which looks for modules in the working directory first: it may be the checkpoint's.
+        command = [sys.executable, "-c", _START, case, str(answered)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  (this very program)
         answer: dict[str, Any] | None = json.loads(answered.read_text()) if answered.is_file() else None
+    if answer is None and done.returncode == -9:
+        raise ResourceError(
+            f"{case_title(original, is_compiled)}: its process was killed, as where memory runs out",
+            hint="free memory, or run it on a larger machine",
+        )
     if answer is None:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         raise AoquantError(f"{case_title(original, is_compiled)}: its process ended with {done.returncode}: {last}")
@@ -215,6 +233,7 @@ def measure(case: Mapping[str, Any]) -> dict[str, Any]:
     from aoquant.inspection import inspect
 
     place = devices.choose(case["device"])
+    devices.synchronize(place)  # setting it up is no part of loading
     report = inspect(case["folder"])
     component = next(found for found in report.components if found.name == case["name"])
     dtype = loading.dtype_of(component)
@@ -320,13 +339,12 @@ def _shape(value: Any) -> str:
     return "×".join(map(str, value.shape)) + " " + str(value.dtype).removeprefix("torch.")
 
 
-def _main() -> None:
+def main() -> None:
     try:
         answer = measure(json.loads(sys.argv[1]))
     except AoquantError as error:
         answer = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+    except Exception as error:
+        known = ("ResourceError", "it does not fit") if is_out_of_memory(error) else ("AoquantError", "it fails")
+        answer = {"error": known[0], "message": f"{known[1]}: {' '.join(str(error).split())[:200]}", "hint": ""}
     Path(sys.argv[2]).write_text(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    _main()

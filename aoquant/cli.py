@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -202,7 +203,9 @@ def load(
     from aoquant.tables import loaded_tables
 
     console = Console(as_json=json, quiet=quiet)
-    reports = [loaded.report for loaded in loading.load_each(folder, device=device, trust_pickle=trust_pickle)]
+    reports = list(
+        map(attrgetter("report"), loading.load_each(folder, device=device, trust_pickle=trust_pickle))
+    )  # one component in memory at a time: no name here keeps it
     for report in reports:
         if report.unpickled == "trusted":
             console.note(f"{report.name or report.class_name}: its .bin was unpickled without any check, as asked")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -118,10 +119,11 @@ def load_each(
             raise CheckpointError(problem.text, hint=f"`aoquant inspect {folder}` shows every problem")
     for component in _quantized(report, folder):
         with libraries.uncollected():
-            loaded = _load(
+            held = [_load(
                 Path(folder), component, place, report.versions, trust_pickle=trust_pickle, offloaded=offloaded
-            )
-        yield loaded
+            )]  # fmt: skip
+        yield held.pop()  # no name of this generator's keeps it
+        gc.collect()  # diffusers makes cycles of modules
 
 
 def _quantized(report: Report, folder: str | Path) -> list[ComponentReport]:

@@ -126,7 +126,7 @@ def load(
     libraries.load("diffusers")  # what that takes is no part of the loading
     start = time.perf_counter()
     place = devices.choose(device)
-    mode = _offload(offload, place)
+    mode = check_options(offload, place, compile=compile)
     report = inspect(folder)
     names = loading.component_names(folder)
     rest = find_source(report, Path(folder), source, offline=offline)
@@ -148,7 +148,7 @@ def load(
     with _fitting(pipeline, place, mode):
         put(pipeline, place, mode)
     if compile:
-        _compile(pipeline)
+        _compile(pipeline, is_offloaded=mode != "none")
     return LoadedPipeline(
         pipeline=pipeline,
         folder=Path(folder),
@@ -287,6 +287,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _reset_peak(device: torch.device) -> None:
+    devices.synchronize(device)  # which sets it up
     if device.type in ("cuda", "xpu"):
         getattr(torch, device.type).reset_peak_memory_stats(device)
 
@@ -300,13 +301,19 @@ def _clock(device: torch.device, ends: list[float]) -> Callable[..., dict[str, A
     return on_step_end
 
 
-def _offload(name: str, place: torch.device) -> Offload:
+def check_options(name: str, place: torch.device, *, compile: bool) -> Offload:
+    """The way to offload called `name`. Raises UsageError if there is none, or not on `place` or compiled."""
     if name not in get_args(Offload):
         raise UsageError(f"'{name}' is no way to offload", hint=f"--offload is {', '.join(get_args(Offload))}")
     if name != "none" and place.type == "cpu":
         raise UsageError(
             f"--offload {name} moves weights between an accelerator and the CPU, and the device is the CPU",
             hint="leave it out, or name an accelerator with --device",
+        )
+    if compile and name in ("group", "sequential"):
+        raise UsageError(
+            f"--compile and --offload {name} exclude each other: what moves blocks cannot be compiled",
+            hint="leave one of them out, or take --offload model",
         )
     return cast("Offload", name)
 
@@ -412,7 +419,20 @@ def _assemble(rest: Source, modules: Mapping[str, nn.Module], dtype: torch.dtype
 
 
 def put(pipeline: Any, place: torch.device, offload: Offload) -> None:
-    """Have `pipeline` compute on `place`, with as much of it there at a time as `offload` says."""
+    """Have `pipeline` compute on `place`, with as much of it there at a time as `offload` says.
+
+    Raises UsageError for a pipeline that cannot be offloaded so.
+    """
+    try:
+        _put(pipeline, place, offload)
+    except ValueError as error:
+        raise UsageError(
+            f"{type(pipeline).__name__} cannot be offloaded so: {' '.join(str(error).split())[:200]}",
+            hint="choose another --offload, or none",
+        ) from error
+
+
+def _put(pipeline: Any, place: torch.device, offload: Offload) -> None:
     if offload == "model":
         pipeline.enable_model_cpu_offload(device=place)
     elif offload != "none":
@@ -424,19 +444,22 @@ def put(pipeline: Any, place: torch.device, offload: Offload) -> None:
         pipeline.to(place)
 
 
-def _compile(pipeline: Any) -> None:
+def _compile(pipeline: Any, *, is_offloaded: bool) -> None:
     for name in _DENOISERS:
         module = getattr(pipeline, name, None)
         if isinstance(module, nn.Module):
-            compile_module(module)
+            compile_module(module, is_offloaded=is_offloaded)
 
 
-def compile_module(module: nn.Module) -> None:
-    """torch.compile `module` in place: its repeated blocks, or all of it where diffusers knows of none."""
+def compile_module(module: nn.Module, *, is_offloaded: bool = False) -> None:
+    """torch.compile `module` in place: its repeated blocks, or all of it where diffusers knows of none.
+
+    In one graph, but for a whole module that is offloaded: what moves it is in the way.
+    """
     if getattr(module, "_repeated_blocks", None):
         module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
     else:
-        module.compile(fullgraph=True)
+        module.compile(fullgraph=not is_offloaded)
 
 
 @contextlib.contextmanager

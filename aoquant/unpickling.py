@@ -32,7 +32,7 @@ _SUB_BYTE = re.compile(r"torch\.u?int[1-7]")
 _DATA_MODULES = re.compile(
     r"aoquant\.lowbit"
     r"|torchao\.(dtypes|float8|quantization|utils|prototype\.(dtypes|quantization|safetensors|mx_formats"
-    r"|int4_opaque_tensor|float8_opaque_tensor))(\.\w+)*"
+    r"|int4_opaque_tensor|float8_opaque_tensor))(\.(?!_|scripts|pt2e)\w+)*"
 )
 _BLOCKED = (
     r"Unsupported global: GLOBAL (\S+)",
@@ -93,7 +93,7 @@ def _data(path: str) -> Any:
     module_name, _, name = path.rpartition(".")
     if _SUB_BYTE.fullmatch(path):
         return getattr(torch, name, None)
-    if not _DATA_MODULES.fullmatch(module_name):
+    if not _DATA_MODULES.fullmatch(module_name) or not name[:1].isupper():
         return None
     with libraries.quiet():
         try:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import mmap
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ SCHEMA = "aoquant.upgrade/1"
 
 OnProgress = Callable[[str, int, int], None]
 
+_MAX_DEPTH = 20
 _AGAIN = "`aoquant quantize` the original model again"
 # torchao's own packing of X bits: (attribute, bits, their place in the value). Along a row, in 8 / bits runs.
 _SHARDS: Mapping[int, tuple[tuple[str, int, int], ...]] = {
@@ -137,14 +139,14 @@ def upgrade(
     output.check_place(place, overwrite=overwrite, source=folder)
     if folder.resolve() in place.resolve().parents:
         raise UsageError(f"{place} lies in {folder}, which is copied", hint="choose another --output")
-    output.check_disk(place, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+    every = _files(folder)
+    output.check_disk(place, sum(path.stat().st_size for path in every))
     records: list[ComponentRecord] = []
     with output.staging(place) as staging:
         rewritten = {path for component in old for path in _rewritten(folder, component)}
-        for path in sorted(folder.rglob("*")):
-            relative = path.relative_to(folder)
-            if path.is_file() and path not in rewritten and not any(part.startswith(".") for part in relative.parts):
-                _copy(path, staging / relative)
+        for path in every:
+            if path not in rewritten:
+                _copy(path, staging / path.relative_to(folder))
         done, total = 0, sum(component.weight_bytes for component in old)
 
         def advance(component: ComponentReport, num_bytes: int) -> None:
@@ -161,6 +163,18 @@ def upgrade(
         _check(staging)
     lines = snippet(manifest, folder=str(place), rest=manifest.rest(str(place))) if manifest is not None else ""
     return Upgraded(folder=folder, output=place, components=tuple(records), snippet=lines)
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files but hidden ones, those of linked folders too. Raises CheckpointError where that has no end."""
+    found = []
+    for root, folders, names in os.walk(folder, followlinks=True):
+        if len(Path(root).relative_to(folder).parts) > _MAX_DEPTH:
+            raise CheckpointError(f"{folder} holds folders within folders without end", hint="remove links to folders")
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths = [Path(root) / name for name in sorted(names) if not name.startswith(".")]
+        found += [path for path in paths if path.is_file()]
+    return found
 
 
 def _is_old(folder: Path, component: ComponentReport, report: Report) -> bool:
@@ -293,7 +307,7 @@ def _write_bin(
                 continue
             advance(component, entry.num_bytes)
             if entry.is_plain:
-                state[entry.name] = storages.tensor(entry.parts[""])
+                state[entry.name] = _on_its_own(storages.tensor(entry.parts[""]))
                 continue
             try:
                 carried = _carry(entry, storages, config_name)
@@ -460,15 +474,23 @@ def _assembled(entry: Entry, found: Mapping[str, torch.Tensor], config: str) -> 
     if _forms(wanted) != _forms(found):
         raise _unknown(entry, "has other parts than its config makes today")
     _, context = like.__tensor_flatten__()
-    # A layout of its own: a part that is a view would bring the whole of its storage along.
-    inner = {name: found[name].contiguous() for name in wanted}
+    inner = {name: _on_its_own(found[name]) for name in wanted}
     return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())
+
+
+def _on_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy where it is a part of a storage: torch.save writes all of that."""
+    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _outline(entry: Entry, config: str) -> Any:
     """What `config` makes of a weight like `entry` today, without storage."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
-    return kernel_for(parse_config(config), dtype).outline(torch.empty(entry.shape, dtype=dtype, device="meta"))
+    try:
+        return kernel_for(parse_config(config), dtype).outline(torch.empty(entry.shape, dtype=dtype, device="meta"))
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _unknown(entry, f"has a shape that {config} does not take") from error
 
 
 def _forms(inner: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -42,9 +42,11 @@ def available_bytes(place: torch.device) -> int | None:
 
 
 def synchronize(place: torch.device) -> None:
-    """Wait until all that was asked of `place` is done."""
-    if place.type in ("cuda", "xpu", "mps"):
-        getattr(torch, place.type).synchronize()
+    """Wait until all that was asked of `place` is done. The first time, that sets it up."""
+    if place.type in ("cuda", "xpu"):
+        getattr(torch, place.type).synchronize(place)
+    elif place.type == "mps":
+        torch.mps.synchronize()
 
 
 def num_cpus() -> int:

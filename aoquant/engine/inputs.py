@@ -87,7 +87,10 @@ def _flux(make: _Maker) -> Inputs:
 
 
 def _flux_controlnet(make: _Maker) -> Inputs:
-    return _flux(make) | {"controlnet_cond": make.noise(1, make.num_patches, make.config["in_channels"])}
+    found = _flux(make) | {"controlnet_cond": make.noise(1, make.num_patches, make.config["in_channels"])}
+    if make.config.get("num_mode"):
+        found["controlnet_mode"] = make.full(1, 1, value=0, dtype=torch.int64)
+    return found
 
 
 def _qwen_image(make: _Maker) -> Inputs:
@@ -117,12 +120,18 @@ def _unet(make: _Maker) -> Inputs:
         "encoder_hidden_states": make.noise(1, min(77, make.size.num_tokens), make.config["cross_attention_dim"]),
     }
     if make.config["addition_embed_type"] == "text_time":
-        pooled = make.config["projection_class_embeddings_input_dim"] - 6 * make.config["addition_time_embed_dim"]
+        total, each = make.config["projection_class_embeddings_input_dim"], make.config["addition_time_embed_dim"]
+        num_ids = 5 if total - 5 * each == _REFINER_POOLED else 6
         found["added_cond_kwargs"] = {
-            "text_embeds": make.noise(1, pooled),
-            "time_ids": make.full(1, 6, value=make.size.height),
+            "text_embeds": make.noise(1, total - num_ids * each),
+            "time_ids": make.full(1, num_ids, value=make.size.height),
         }
+    if make.config.get("num_class_embeds"):
+        found["class_labels"] = make.full(1, value=0, dtype=torch.int64)
     return found
+
+
+_REFINER_POOLED = 1280  # of SDXL's refiner, which takes five ids; its base takes six
 
 
 def _controlnet(make: _Maker) -> Inputs:
@@ -144,10 +153,11 @@ def _sana(make: _Maker) -> Inputs:
 def _lumina2(make: _Maker) -> Inputs:
     height, width = make.size.latent()
     patch = make.config["patch_size"]
+    num_tokens = min(make.size.num_tokens, 256, make.config["axes_lens"][0] - 1)
     return {
         "hidden_states": make.noise(1, make.config["in_channels"], _up(height, patch), _up(width, patch)),
-        "encoder_hidden_states": make.noise(1, make.size.num_tokens, make.config["cap_feat_dim"]),
-        "encoder_attention_mask": make.mask(make.size.num_tokens).bool(),
+        "encoder_hidden_states": make.noise(1, num_tokens, make.config["cap_feat_dim"]),
+        "encoder_attention_mask": make.mask(num_tokens).bool(),
         "timestep": make.full(1, value=0.5),
     }
 
@@ -163,12 +173,14 @@ def _z_image(make: _Maker) -> Inputs:
 
 def _wan(make: _Maker) -> Inputs:
     found: Inputs = {
-        "hidden_states": _frames(make, make.config["patch_size"][1]),
+        "hidden_states": _frames(make, make.config["patch_size"][1], 16 if make.config["in_channels"] == 48 else 8),
         "encoder_hidden_states": make.noise(1, make.size.num_tokens, make.config["text_dim"]),
         "timestep": make.full(1, value=500, dtype=torch.int64),
     }
     if make.config.get("image_dim"):
-        found["encoder_hidden_states_image"] = make.noise(1, 257, make.config["image_dim"])  # CLIP's patches
+        # CLIP's patches, of the first picture or of the first and the last.
+        pictures = 2 if make.config.get("pos_embed_seq_len") else 1
+        found["encoder_hidden_states_image"] = make.noise(pictures, 257, make.config["image_dim"])
     return found
 
 
@@ -219,8 +231,8 @@ def _vae(make: _Maker) -> Inputs:
     return {"sample": make.noise(1, make.config["in_channels"], height, width)}
 
 
-def _frames(make: _Maker, patch: int) -> torch.Tensor:
-    height, width = (_up(side, patch) for side in make.size.latent())
+def _frames(make: _Maker, patch: int, spatial: int = 8) -> torch.Tensor:
+    height, width = (_up(side, patch) for side in make.size.latent(spatial))
     return make.noise(1, make.config["in_channels"], make.size.latent_frames(), height, width)
 
 
@@ -248,15 +260,24 @@ _BY_CLASS: Mapping[str, Callable[[_Maker], Inputs]] = {
 }
 
 
-_VIDEOS = ("CogVideoXTransformer3DModel", "HunyuanVideoTransformer3DModel", "LTXVideoTransformer3DModel",
+_VIDEOS = ("HunyuanVideoTransformer3DModel", "LTXVideoTransformer3DModel",
            "WanTransformer3DModel")  # fmt: skip
 
 
+_WIDTH_OF_SD_2 = 1024  # of the text that it and SD 1 take; SDXL takes 2048
+
+
 def usual_size(module: nn.Module) -> Size:
-    """What is usually drawn with `module`: as its config says, else a picture of 1024 × 1024, a video of 832 × 480."""
+    """What is usually drawn with `module`: what its config says, else pictures of 1024 × 1024, videos of 832 × 480."""
+    config: Any = module.config
+    if type(module).__name__ == "CogVideoXTransformer3DModel":
+        return Size(
+            height=8 * config["sample_height"], width=8 * config["sample_width"], num_frames=config["sample_frames"]
+        )
     if type(module).__name__ in _VIDEOS:
         return Size(height=480, width=832, num_frames=81)
-    config: Any = module.config
+    if type(module).__name__ == "ControlNetModel" and config["cross_attention_dim"] <= _WIDTH_OF_SD_2:
+        return Size(height=512, width=512)
     latent = config.get("sample_size") if isinstance(config, Mapping) else None
     if type(module).__name__ in ("UNet2DConditionModel", "SD3Transformer2DModel") and isinstance(latent, int):
         return Size(height=8 * latent, width=8 * latent)
@@ -267,12 +288,12 @@ def synthetic_inputs(module: nn.Module, size: Size, *, device: torch.device, dty
     """The arguments of one call of `module`: for a denoiser one step, for a text encoder one prompt.
 
     A picture of one prompt, without the second one of classifier-free guidance. Raises UsageError for a class of
-    diffusers that is not in the table; every model of transformers that takes `input_ids` is.
+    diffusers that is not in the table, and for models of transformers that take neither `input_ids` nor pictures.
     """
     name = type(module).__name__
     config: Any = module.config
     if isinstance(module, _models_of_transformers()):
-        return _text(_Maker(config, size, device, dtype))
+        return _encoder(module, _Maker(config, size, device, dtype))
     if name not in _BY_CLASS:
         raise UsageError(f"bench has no inputs for {name}", hint=f"it knows {', '.join(_BY_CLASS)} and text encoders")
     return _BY_CLASS[name](_Maker(config, size, device, dtype))
@@ -283,7 +304,15 @@ def _models_of_transformers() -> type:
     return found
 
 
-def _text(make: _Maker) -> Inputs:
+def _encoder(module: Any, make: _Maker) -> Inputs:
+    if module.main_input_name == "pixel_values":
+        config = getattr(make.config, "vision_config", None) or make.config
+        return {"pixel_values": make.noise(1, config.num_channels, config.image_size, config.image_size)}
+    if module.main_input_name != "input_ids":
+        raise UsageError(
+            f"bench has no inputs for {type(module).__name__}, which takes {module.main_input_name}",
+            hint="name the components to measure with --component",
+        )
     config = getattr(make.config, "text_config", None) or make.config
     longest: int = getattr(config, "max_position_embeddings", None) or make.size.num_tokens
     return {"input_ids": make.tokens(config.vocab_size // 2, min(make.size.num_tokens, longest))}

@@ -62,6 +62,20 @@ def test_figures_and_plot(
     assert min(Image.open(tmp_path / "b.png").size) > 200
 
 
+def test_the_working_directory_is_no_place_for_modules(
+    made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be the checkpoint's own."""
+    source, folder = made
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    for name in ("triton", "tabulate", "json"):
+        Path(f"{name}.py").write_text("open('ran', 'w')\n")
+    argv = ["bench", str(folder), "--source", str(source), "--device", "cpu", "--height", "32", "--width", "32"]
+    assert main([*argv, "--steps", "1", "-q"]) == 0
+    assert capsys.readouterr().err == "" and not Path("ran").exists()
+
+
 def test_what_goes_wrong_in_a_case_is_said_as_elsewhere(
     made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

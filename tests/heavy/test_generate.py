@@ -254,6 +254,12 @@ def test_what_is_offloaded_draws_the_same(made: Made, name: str) -> None:
     assert all(np.array_equal(frames, drawn[0]) for frames in drawn)
 
 
+def test_what_cannot_be_compiled_is_said() -> None:
+    with pytest.raises(UsageError, match="exclude each other"):
+        pipelines.check_options("group", torch.device("cuda"), compile=True)
+    assert pipelines.check_options("model", torch.device("cuda"), compile=True) == "model"
+
+
 def test_int4_is_offloaded_in_the_class_that_computes(made: Made, tmp_path: Path) -> None:
     source, _ = made("flux")
     aoquant.quantize(source, {"transformer": "int4wo:group_size=32"}, output=tmp_path / "out")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -274,6 +275,17 @@ def test_what_stock_saved_is_read_and_loaded_too(
     kinds = Counter(stock.kind(value) for value in expected.state_dict().values())
     assert component.num_quantized == kinds["Int8Tensor"] > 0
     stock.assert_same_state(aoquant.load(folder).state_dict(), expected.state_dict())
+
+
+def test_one_component_is_in_memory_at_a_time(tiny_folder: Folder, tmp_path: Path) -> None:
+    for name, component in (("flux", "transformer"), ("t5", "text_encoder_2")):
+        aoquant.quantize(tiny_folder(name), {component: "int8wo"}, output=tmp_path / "out" / component)
+    alive: list[weakref.ref[Any]] = []
+    for loaded in loading.load_each(tmp_path / "out"):
+        assert [reference for reference in alive if reference() is not None] == []
+        alive.append(weakref.ref(loaded.module))
+        del loaded
+    assert len(alive) == 2
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
