@@ -36,7 +36,7 @@ from aoquant.checkpoint.manifest import (
     parse_manifest,
     snippet,
 )
-from aoquant.checkpoint.tensors import Entry, StoredTensor
+from aoquant.checkpoint.tensors import LOW_BIT, Entry, StoredTensor
 from aoquant.configs import parse_config
 from aoquant.engine import libraries
 from aoquant.engine.formats import parts
@@ -96,11 +96,14 @@ class Upgraded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Carried:
-    """A weight on its way: the config that makes such weights today, its class's parts, and what it means."""
+    """A weight on its way: the config that makes such weights today, and its class's parts.
+
+    values: rows from and to → what they meant in the old class; None where the class is today's.
+    """
 
     config: str
     parts: Mapping[str, torch.Tensor]
-    values: torch.Tensor
+    values: Callable[[int, int], torch.Tensor] | None
 
 
 def upgrade(
@@ -378,7 +381,7 @@ def _carry(entry: Entry, storages: _Storages, config_name: str) -> _Carried:
     if not config_name:
         raise _unknown(entry, "is not of a class that has been replaced")
     _refuse_other_activations(entry, config_name)
-    return _same(entry, found, config_name)
+    return _Carried(config=config_name, parts=found, values=None)  # only its config has a new form
 
 
 def _refuse_other_activations(entry: Entry, config: str) -> None:
@@ -409,15 +412,25 @@ def _affine(
         raise _unknown(entry, "is in a layout that is not understood")
     from aoquant import lowbit  # torchao is talkative when it is first imported
 
-    wide = sum(_unpacked(found[f"tensor_impl.int_data.{name}"], width) << shift for name, width, shift in _SHARDS[bits])
-    assert isinstance(wide, torch.Tensor)
+    shards = [(found[f"tensor_impl.int_data.{name}"], width, shift) for name, width, shift in _SHARDS[bits]]
     half = 1 << (bits - 1)
-    if tuple(wide.shape) != entry.shape or bool(((zero_point < 0) | (zero_point >= 2 * half)).any()):
+    if any(tuple(shard.shape) != (entry.shape[0], entry.shape[1] * width // 8) for shard, width, _ in shards) or bool(
+        ((zero_point < 0) | (zero_point >= 2 * half)).any()
+    ):
         raise _unknown(entry, "has codes or zero points that its width cannot hold")
     dtype: torch.dtype = getattr(torch, entry.dtype)
     per_group = (entry.shape[0], entry.shape[1] // block_size[1])
     scale, zero_point = scale.view(per_group), zero_point.view(per_group)
-    grouped = wide.to(torch.int32).view(wide.shape[0], -1, block_size[1]) - zero_point.unsqueeze(-1)
+    wide = torch.zeros(entry.shape, dtype=torch.uint8)
+    for start, end in _row_blocks(entry):
+        for shard, width, shift in shards:
+            wide[start:end] |= _unpacked(shard[start:end], width) << shift
+
+    def values(start: int, end: int) -> torch.Tensor:
+        grouped = wide[start:end].to(torch.int32).view(end - start, -1, block_size[1])
+        shifted = grouped - zero_point[start:end].unsqueeze(-1)
+        return (shifted.to(dtype) * scale[start:end].to(dtype).unsqueeze(-1)).view(end - start, -1)
+
     return _Carried(
         config=f"uint{bits}wo:group_size={block_size[1]}",
         parts={
@@ -425,7 +438,7 @@ def _affine(
             "scale": scale,
             "zero_point": (zero_point - half).to(torch.int8),
         },
-        values=(grouped.to(dtype) * scale.to(dtype).unsqueeze(-1)).view(entry.shape),
+        values=values,
     )
 
 
@@ -437,6 +450,11 @@ def _int8(entry: Entry, codes: torch.Tensor, scale: torch.Tensor, *, dynamic: bo
     scale = scale.view(rows, groups)
     name = "int8dq" if dynamic else "int8wo"
     dtype: torch.dtype = getattr(torch, entry.dtype)
+
+    def values(start: int, end: int) -> torch.Tensor:
+        grouped = codes[start:end].view(end - start, groups, -1).to(dtype)
+        return (grouped * scale[start:end].to(dtype).unsqueeze(-1)).view(end - start, columns)
+
     return _Carried(
         config=name if groups == 1 else f"{name}:group_size={columns // groups}",
         parts={
@@ -444,13 +462,8 @@ def _int8(entry: Entry, codes: torch.Tensor, scale: torch.Tensor, *, dynamic: bo
             "scale": scale.to(torch.float32),
             "zero_point": torch.zeros(rows, groups, dtype=torch.int8),
         },
-        values=(codes.view(rows, groups, -1).to(dtype) * scale.to(dtype).unsqueeze(-1)).view(rows, columns),
+        values=values,
     )
-
-
-def _same(entry: Entry, found: Mapping[str, torch.Tensor], config: str) -> _Carried:
-    """A weight whose class is today's, and whose config only has a new form."""
-    return _Carried(config=config, parts=found, values=_assembled(entry, found, config).dequantize())
 
 
 def _unpacked(shard: torch.Tensor, width: int) -> torch.Tensor:
@@ -462,10 +475,24 @@ def _unpacked(shard: torch.Tensor, width: int) -> torch.Tensor:
 def _made(entry: Entry, carried: _Carried) -> Any:
     """The weight in today's class, which has to mean the same numbers."""
     made = _assembled(entry, carried.parts, carried.config)
-    integer = torch.int32 if carried.values.dtype == torch.float32 else torch.int16
-    if not torch.equal(made.dequantize().contiguous().view(integer), carried.values.contiguous().view(integer)):
-        raise _unknown(entry, f"would not keep its values as {carried.config}")
+    if carried.values is None:
+        return made
+    integer = torch.int32 if entry.dtype == "float32" else torch.int16
+    whole = made.dequantize() if type(made).__name__ == LOW_BIT else None  # block by block; its rows share bytes
+    for start, end in _row_blocks(entry):
+        found = whole[start:end] if whole is not None else made[start:end].dequantize()
+        expected = carried.values(start, end)
+        if not torch.equal(found.contiguous().view(integer), expected.contiguous().view(integer)):
+            raise _unknown(entry, f"would not keep its values as {carried.config}")
     return made
+
+
+def _row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
+    """Rows of a weight in runs of about a million values: what is made of them is small, and its memory used again."""
+    rows, columns = entry.shape
+    step = max(1, (1 << 20) // max(columns, 1))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
 
 
 def _assembled(entry: Entry, found: Mapping[str, torch.Tensor], config: str) -> Any:
