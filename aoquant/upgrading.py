@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import mmap
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,6 +21,17 @@ import torch
 
 import aoquant
 from aoquant import output, versions
+from aoquant.carrying import (
+    AGAIN,
+    Storages,
+    carry,
+    forms,
+    made,
+    on_its_own,
+    outline,
+    refuse_other_activations,
+    unknown,
+)
 from aoquant.checkpoint.config_block import read_config_block
 from aoquant.checkpoint.files import quoted, read_json
 from aoquant.checkpoint.layout import CONFIG, MODEL_INDEX, locate_weights
@@ -36,7 +46,6 @@ from aoquant.checkpoint.manifest import (
     parse_manifest,
     snippet,
 )
-from aoquant.checkpoint.tensors import LOW_BIT, Entry, StoredTensor
 from aoquant.configs import parse_config
 from aoquant.engine import libraries
 from aoquant.engine.formats import parts
@@ -51,19 +60,6 @@ SCHEMA = "aoquant.upgrade/1"
 OnProgress = Callable[[str, int, int], None]
 
 _MAX_DEPTH = 20
-_AGAIN = "`aoquant quantize` the original model again"
-# torchao's own packing of X bits: (attribute, bits, their place in the value). Along a row, in 8 / bits runs.
-_SHARDS: Mapping[int, tuple[tuple[str, int, int], ...]] = {
-    1: (("int1_shard", 1, 0),),
-    2: (("int2_shard", 2, 0),),
-    3: (("int2_shard", 2, 0), ("int1_shard", 1, 2)),
-    4: (("int4_shard", 4, 0),),
-    5: (("int4_shard", 4, 0), ("int1_shard", 1, 4)),
-    6: (("int4_shard", 4, 0), ("int2_shard", 2, 4)),
-    7: (("int4_shard", 4, 0), ("int2_shard", 2, 4), ("int1_shard", 1, 6)),
-}
-# Activations to int8 per token, symmetric: as today's int8dq, but from -127, not -128, on.
-_SYMMETRIC = "_int8_symm_per_token_reduced_range_quant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +88,6 @@ class Upgraded:
             ],
             "snippet": self.snippet,
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Carried:
-    """A weight on its way: the config that makes such weights today, and its class's parts.
-
-    values: rows from and to → what they meant in the old class; None where the class is today's.
-    """
-
-    config: str
-    parts: Mapping[str, torch.Tensor]
-    values: Callable[[int, int], torch.Tensor] | None
 
 
 def upgrade(
@@ -276,14 +260,14 @@ def _keep_safetensors(
     """Of safetensors, which hold no class of old, only config.json is: copy them. Gives config, dtype and how many."""
     config = versions.config_name(folder, component)
     if not config:
-        raise CheckpointError("config.json does not say what its safetensors are", hint=_AGAIN)
+        raise CheckpointError("config.json does not say what its safetensors are", hint=AGAIN)
     quantized = [entry for entry in component.entries.values() if not entry.is_plain]
     for entry in quantized:
         found = {name: (torch.Size(part.shape), getattr(torch, part.dtype)) for name, part in entry.parts.items()}
-        like = _outline(entry, config)
-        if type(like).__name__ != entry.kind or found != _forms(parts(like)):
-            raise _unknown(entry, f"is no weight of {config}")
-        _refuse_other_activations(entry, config)
+        like = outline(entry, config)
+        if type(like).__name__ != entry.kind or found != forms(parts(like)):
+            raise unknown(entry, f"is no weight of {config}")
+        refuse_other_activations(entry, config)
     weights = locate_weights(folder / component.name).weights
     for path in (*weights.files, *([weights.index] if weights.index is not None else [])):
         _copy(path, staging / path.relative_to(folder))
@@ -297,33 +281,33 @@ def _write_bin(
     """Write its weights in today's classes. Gives their config and dtype, and how many there are."""
     if component.other_values:
         name = quoted(next(iter(component.other_values)), quote=False)
-        raise CheckpointError(f"{name} holds no tensor, and would be lost", hint=_AGAIN)
+        raise CheckpointError(f"{name} holds no tensor, and would be lost", hint=AGAIN)
     config_name = versions.config_name(folder, component)
     configs: Counter[tuple[str, torch.dtype]] = Counter()
     weights = locate_weights(folder / component.name).weights
     total_size = 0
     for file in weights.files:
-        storages = _Storages(file)
+        storages = Storages(file)
         state: dict[str, torch.Tensor] = {}
         for entry in component.entries.values():
             if next(iter(entry.parts.values())).file != file:
                 continue
             advance(component, entry.num_bytes)
             if entry.is_plain:
-                state[entry.name] = _on_its_own(storages.tensor(entry.parts[""]))
+                state[entry.name] = on_its_own(storages.tensor(entry.parts[""]))
                 continue
             try:
-                carried = _carry(entry, storages, config_name)
-                state[entry.name] = _made(entry, carried)
+                carried = carry(entry, storages, config_name)
+                state[entry.name] = made(entry, carried)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise _unknown(entry, "is not laid out as its class is") from error
+                raise unknown(entry, "is not laid out as its class is") from error
             except UsageError as error:
-                raise _unknown(entry, f"has a form that aoquant has no config for: {error.message}") from error
+                raise unknown(entry, f"has a form that aoquant has no config for: {error.message}") from error
             configs[carried.config, getattr(torch, entry.dtype)] += 1
         torch.save(state, staging / file.relative_to(folder))
         total_size += sum(part.nbytes for tensor in state.values() for part in parts(tensor).values())
     if len(configs) != 1:
-        raise CheckpointError(f"it holds weights of {len(configs)} configs, and one is understood", hint=_AGAIN)
+        raise CheckpointError(f"it holds weights of {len(configs)} configs, and one is understood", hint=AGAIN)
     ((config, dtype),) = configs
     if weights.index is not None:
         index = {**read_json(weights.index), "metadata": {"total_size": total_size}}
@@ -339,198 +323,6 @@ def _config_text(where: Path, component: ComponentReport, kernel: Kernel) -> str
         new = library.TorchAoConfig(kernel.stock, modules_to_not_convert=block.get("modules_to_not_convert"))
         config["quantization_config"] = json.loads(json.dumps(new.to_dict(), default=str))
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
-
-
-class _Storages:
-    """One `.bin`, mapped: its tensors are views of the file, and share there what they share in it."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants to be able to write
-        self._known: dict[tuple[int, str], torch.Tensor] = {}
-
-    def tensor(self, stored: StoredTensor) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, stored.dtype)
-        if not stored.num_elements:
-            return torch.empty(stored.shape, dtype=dtype)
-        key = (stored.storage_offset, stored.dtype)
-        if key not in self._known:
-            count = stored.storage_bytes // dtype.itemsize
-            self._known[key] = torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=stored.storage_offset)
-        start = (stored.offset - stored.storage_offset) // dtype.itemsize
-        return self._known[key].as_strided(stored.shape, stored.stride, start)
-
-
-def _carry(entry: Entry, storages: _Storages, config_name: str) -> _Carried:
-    """Read one weight. config_name: what it was made as, if known. Raises CheckpointError where today has no class."""
-    found = {name: storages.tensor(stored) for name, stored in entry.parts.items()}
-    attributes = dict(entry.attributes)
-    if entry.kind == "LinearActivationQuantizedTensor":
-        function = attributes.pop("input_quant_func", "")
-        if function != _SYMMETRIC:
-            raise _unknown(entry, f"quantizes activations by {quoted(function, quote=False)}")
-        prefix = "original_weight_tensor."
-        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-        attributes = {name.removeprefix(prefix): text for name, text in attributes.items()}
-        return _affine(entry, found, attributes, dynamic=True)
-    if entry.kind == "AffineQuantizedTensor":
-        return _affine(entry, found, attributes, dynamic=False)
-    if entry.kind == "Int8Tensor" and "zero_point" not in found:
-        dynamic = "act_quant_kwargs" in attributes
-        return _int8(entry, found["qdata"], found["scale"], dynamic=dynamic)
-    if not config_name:
-        raise _unknown(entry, "is not of a class that has been replaced")
-    _refuse_other_activations(entry, config_name)
-    return _Carried(config=config_name, parts=found, values=None)  # only its config has a new form
-
-
-def _refuse_other_activations(entry: Entry, config: str) -> None:
-    is_dynamic = parse_config(config).row.name == "int8dq"
-    if entry.kind == "Int8Tensor" and is_dynamic != (entry.attributes.get("act_quant_kwargs", "None") != "None"):
-        raise _unknown(entry, f"is no weight of {config}")
-
-
-def _affine(
-    entry: Entry, found: Mapping[str, torch.Tensor], attributes: Mapping[str, str], *, dynamic: bool
-) -> _Carried:
-    scale, zero_point = found.get("tensor_impl.scale"), found.get("tensor_impl.zero_point")
-    codes = found.get("tensor_impl.int_data")
-    block_size = _numbers(attributes.get("block_size", ""))
-    if scale is None or len(entry.shape) != 2 or len(block_size) != 2 or block_size[0] != 1:
-        raise _unknown(entry, "is in a layout that is not understood")
-    if attributes.get("zero_point_domain") == "ZeroPointDomain.FLOAT" or (
-        zero_point is not None and zero_point.is_floating_point()
-    ):
-        raise _unknown(entry, "has a zero point that is no integer")
-    if codes is not None and codes.dtype == torch.int8:
-        if zero_point is not None and bool(zero_point.any()):
-            raise _unknown(entry, "has zero points, and today's int8 weights have none")
-        return _int8(entry, codes, scale, dynamic=dynamic)
-    bits = int(attributes.get("tensor_impl.int_data.bit_width", "0"))
-    along_rows = attributes.get("tensor_impl.int_data.pack_dim") in ("-1", "1")
-    if bits not in _SHARDS or not along_rows or dynamic or zero_point is None:
-        raise _unknown(entry, "is in a layout that is not understood")
-    from aoquant import lowbit  # torchao is talkative when it is first imported
-
-    shards = [(found[f"tensor_impl.int_data.{name}"], width, shift) for name, width, shift in _SHARDS[bits]]
-    half = 1 << (bits - 1)
-    if any(tuple(shard.shape) != (entry.shape[0], entry.shape[1] * width // 8) for shard, width, _ in shards) or bool(
-        ((zero_point < 0) | (zero_point >= 2 * half)).any()
-    ):
-        raise _unknown(entry, "has codes or zero points that its width cannot hold")
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    per_group = (entry.shape[0], entry.shape[1] // block_size[1])
-    scale, zero_point = scale.view(per_group), zero_point.view(per_group)
-    wide = torch.zeros(entry.shape, dtype=torch.uint8)
-    for start, end in _row_blocks(entry):
-        for shard, width, shift in shards:
-            wide[start:end] |= _unpacked(shard[start:end], width) << shift
-
-    def values(start: int, end: int) -> torch.Tensor:
-        grouped = wide[start:end].to(torch.int32).view(end - start, -1, block_size[1])
-        shifted = grouped - zero_point[start:end].unsqueeze(-1)
-        return (shifted.to(dtype) * scale[start:end].to(dtype).unsqueeze(-1)).view(end - start, -1)
-
-    return _Carried(
-        config=f"uint{bits}wo:group_size={block_size[1]}",
-        parts={
-            "qdata": lowbit.pack(wide, bits),
-            "scale": scale,
-            "zero_point": (zero_point - half).to(torch.int8),
-        },
-        values=values,
-    )
-
-
-def _int8(entry: Entry, codes: torch.Tensor, scale: torch.Tensor, *, dynamic: bool) -> _Carried:
-    rows, columns = entry.shape
-    groups = scale.numel() // max(rows, 1)
-    if scale.numel() != rows * groups or not groups or columns % groups:
-        raise _unknown(entry, "has scales by neither the row nor the group")
-    scale = scale.view(rows, groups)
-    name = "int8dq" if dynamic else "int8wo"
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-
-    def values(start: int, end: int) -> torch.Tensor:
-        grouped = codes[start:end].view(end - start, groups, -1).to(dtype)
-        return (grouped * scale[start:end].to(dtype).unsqueeze(-1)).view(end - start, columns)
-
-    return _Carried(
-        config=name if groups == 1 else f"{name}:group_size={columns // groups}",
-        parts={
-            "qdata": codes,
-            "scale": scale.to(torch.float32),
-            "zero_point": torch.zeros(rows, groups, dtype=torch.int8),
-        },
-        values=values,
-    )
-
-
-def _unpacked(shard: torch.Tensor, width: int) -> torch.Tensor:
-    """shard: [N, K * width / 8] uint8 → [N, K]: of each byte the lowest bits belong to the row's first run."""
-    mask = (1 << width) - 1
-    return torch.cat([(shard >> shift) & mask for shift in range(0, 8, width)], dim=-1)
-
-
-def _made(entry: Entry, carried: _Carried) -> Any:
-    """The weight in today's class, which has to mean the same numbers."""
-    made = _assembled(entry, carried.parts, carried.config)
-    if carried.values is None:
-        return made
-    integer = torch.int32 if entry.dtype == "float32" else torch.int16
-    whole = made.dequantize() if type(made).__name__ == LOW_BIT else None  # block by block; its rows share bytes
-    for start, end in _row_blocks(entry):
-        found = whole[start:end] if whole is not None else made[start:end].dequantize()
-        expected = carried.values(start, end)
-        if not torch.equal(found.contiguous().view(integer), expected.contiguous().view(integer)):
-            raise _unknown(entry, f"would not keep its values as {carried.config}")
-    return made
-
-
-def _row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
-    """Rows of a weight in runs of about a million values: what is made of them is small, and its memory used again."""
-    rows, columns = entry.shape
-    step = max(1, (1 << 20) // max(columns, 1))
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
-
-
-def _assembled(entry: Entry, found: Mapping[str, torch.Tensor], config: str) -> Any:
-    like = _outline(entry, config)
-    wanted = parts(like)
-    if _forms(wanted) != _forms(found):
-        raise _unknown(entry, "has other parts than its config makes today")
-    _, context = like.__tensor_flatten__()
-    inner = {name: _on_its_own(found[name]) for name in wanted}
-    return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())
-
-
-def _on_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a copy where it is a part of a storage: torch.save writes all of that."""
-    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _outline(entry: Entry, config: str) -> Any:
-    """What `config` makes of a weight like `entry` today, without storage."""
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    try:
-        return kernel_for(parse_config(config), dtype).outline(torch.empty(entry.shape, dtype=dtype, device="meta"))
-    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise _unknown(entry, f"has a shape that {config} does not take") from error
-
-
-def _forms(inner: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (part.shape, part.dtype) for name, part in inner.items()}
-
-
-def _numbers(text: str) -> list[int]:
-    inner = text.strip("[]")
-    return [int(number) for number in inner.split(", ")] if inner.replace(", ", "").isdigit() else []
-
-
-def _unknown(entry: Entry, why: str) -> CheckpointError:
-    return CheckpointError(f"{quoted(entry.name)} cannot be carried over: it {why}", hint=_AGAIN)
 
 
 def _write_manifest(manifest: Manifest, staging: Path, title: str) -> Manifest:

@@ -19,8 +19,8 @@ import aoquant
 PACKAGE = Path(aoquant.__file__).parent
 HEAVY = {"torch", "torchao", "diffusers", "transformers", "accelerate", "safetensors", "numpy"}
 MAY_BE_HEAVY = {
-    "lowbit", "int4", "engine", "unpickling", "versions", "loading", "upgrading", "pipelines", "environment",
-    "benchmarking",
+    "lowbit", "int4", "engine", "unpickling", "versions", "carrying", "loading", "upgrading", "pipelines",
+    "environment", "benchmarking",
 }  # fmt: skip
 
 # From the bottom up. What stands in one line may not import each other, but for the modules of one package.
@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("int4",),
     ("engine",),
     ("unpickling",),
-    ("versions",),
+    ("versions", "carrying"),
     ("loading", "upgrading"),
     ("pipelines", "environment"),
     ("benchmarking",),
