@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -30,6 +31,7 @@ from aoquant.engine.run import Result  # noqa: E402
 from tests.heavy import stock, tiny  # noqa: E402
 
 torch.set_num_threads(1)  # two workers of pytest-xdist share two cores
+gc.set_threshold(100_000)  # as the command does: a collection walks all of torch
 for _logging in (diffusers.utils.logging, transformers.utils.logging):
     _logging.set_verbosity_error()
     _logging.disable_progress_bar()
