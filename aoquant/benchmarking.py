@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import importlib
 import json
 import os
-import secrets
 import statistics
 import subprocess
 import sys
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import aoquant.errors
+from aoquant import output
 from aoquant.errors import AoquantError, ResourceError, UsageError, is_out_of_memory
-from aoquant.output import translated
 
 if TYPE_CHECKING:
     import torch
@@ -115,19 +115,14 @@ def case_title(original: bool, is_compiled: bool) -> str:
 def check_plot(target: Path) -> None:
     """Raise UsageError where `plot` could not draw: without matplotlib, or into a file that cannot be written."""
     try:
-        import matplotlib  # noqa: F401
+        importlib.import_module("matplotlib")
     except ImportError as error:
         raise UsageError("--plot needs the matplotlib package", hint="pip install matplotlib") from error
     if target.suffix.lower() not in PLOTS:
         raise UsageError(f"{target} is no name for a plot", hint=f"end it in {', '.join(PLOTS)}")
-    beside = _beside(target)
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        beside.touch()
-        beside.unlink()
-    except OSError as error:
-        raise UsageError(f"{target} cannot be written: {error.strerror}", hint="choose another --plot") from error
+    if target.is_dir():
+        raise UsageError(f"{target} cannot be written: {os.strerror(errno.EISDIR)}", hint="choose another --plot")
+    output.check_file(target, hint="choose another --plot")
 
 
 def plot(document: Mapping[str, Any], target: Path) -> None:
@@ -153,19 +148,8 @@ def plot(document: Mapping[str, Any], target: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     axes.invert_yaxis()  # all three share it
     figure.suptitle(f"{Path(document['folder']).name} on {document['device']}", fontsize=11)
-    beside = _beside(target)
-    try:
+    with output.replacing(target) as beside:
         figure.savefig(beside, dpi=150)
-        beside.replace(target)
-    except OSError as error:
-        raise translated(error, target) from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-
-
-def _beside(target: Path) -> Path:
-    return target.with_name(f".{secrets.token_hex(8)}{target.suffix.lower()}")
 
 
 def _components(report: Report, folder: str, names: Sequence[str]) -> dict[str, tuple[str, str]]:

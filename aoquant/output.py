@@ -214,6 +214,37 @@ def staging(output: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
+def check_file(target: Path, *, hint: str) -> None:
+    """Raise UsageError, with that hint, where no file can be made beside `target`."""
+    beside = _beside_file(target)
+    try:
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}", hint=hint) from error
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A name beside `target`, of the same suffix: the file that the block writes there takes its place.
+
+    An OSError becomes what it means to the user, as with `staging`; nothing is left behind.
+    """
+    beside = _beside_file(target)
+    try:
+        yield beside
+        beside.replace(target)
+    except OSError as error:
+        raise translated(error, target) from error
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def _beside_file(target: Path) -> Path:
+    return target.with_name(f".{secrets.token_hex(8)}{target.suffix.lower()}")
+
+
 def translated(error: OSError, output: Path) -> AoquantError:
     """An OSError met on the way to `output`, as what it means to the user."""
     if error.errno in _FULL:

@@ -11,7 +11,6 @@ import importlib
 import inspect as signatures
 import math
 import os
-import secrets
 import statistics
 import time
 import warnings
@@ -23,13 +22,12 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from aoquant import loading
+from aoquant import loading, output
 from aoquant.checkpoint.layout import MODEL_INDEX
 from aoquant.checkpoint.pickles import read_pickle_file
 from aoquant.engine import devices, libraries
 from aoquant.errors import AoquantError, CheckpointError, ResourceError, UnsafeError, UsageError, is_out_of_memory
 from aoquant.inspection import inspect
-from aoquant.output import translated
 from aoquant.report import Report
 from aoquant.source import Source, open_source
 
@@ -241,31 +239,19 @@ def check_target(target: Path, *, is_video: bool | None = None, overwrite: bool 
         raise UsageError(f"{target} exists", hint="choose another --output, or replace it with --overwrite")
     if target.suffix.lower() == ".mp4":
         _imageio()
-    beside = target.with_name(f".{secrets.token_hex(8)}")
-    try:
-        beside.touch()
-        beside.unlink()
-    except OSError as error:
-        raise UsageError(f"{target} cannot be written: {error.strerror}", hint="choose another place for it") from error
+    output.check_file(target, hint="choose another place for it")
 
 
 def save(generated: Generated, target: Path, *, fps: int = 16) -> None:
     """Write the picture or the video; an existing file is replaced when the new one is whole."""
-    beside = target.with_name(f".{secrets.token_hex(8)}{target.suffix.lower()}")
     first, *others = generated.frames
-    try:
+    with output.replacing(target) as beside:
         if target.suffix.lower() == ".mp4":
             _save_mp4(generated.frames, beside, fps)
         elif generated.is_video:
             first.save(beside, save_all=True, append_images=others, duration=round(1000 / fps), loop=0)
         else:
             first.save(beside)
-        beside.replace(target)
-    except OSError as error:
-        raise translated(error, target) from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -457,6 +443,7 @@ def compile_module(module: nn.Module, *, is_offloaded: bool = False) -> None:
     In one graph, but for a whole module that is offloaded: what moves it is in the way.
     """
     if getattr(module, "_repeated_blocks", None):
+        # nn.Module's stub takes diffusers' own method for a tensor.
         module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
     else:
         module.compile(fullgraph=not is_offloaded)

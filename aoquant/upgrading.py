@@ -34,6 +34,7 @@ from aoquant.carrying import (
 )
 from aoquant.checkpoint.config_block import read_config_block
 from aoquant.checkpoint.files import quoted, read_json
+from aoquant.checkpoint.intact import sha256_of
 from aoquant.checkpoint.layout import CONFIG, MODEL_INDEX, locate_weights
 from aoquant.checkpoint.manifest import (
     CARD,
@@ -328,8 +329,10 @@ def _config_text(where: Path, component: ComponentReport, kernel: Kernel) -> str
 def _write_manifest(manifest: Manifest, staging: Path, title: str) -> Manifest:
     manifest = dataclasses.replace(manifest, files=tuple(_records(staging, skip=(CARD, MANIFEST))))
     (staging / CARD).unlink(missing_ok=True)  # it may be a link
-    (staging / CARD).write_text(model_card(manifest, title=title), encoding="utf-8")
-    manifest = dataclasses.replace(manifest, files=tuple(_records(staging, skip=(MANIFEST,))))
+    card = model_card(manifest, title=title).encode()
+    (staging / CARD).write_bytes(card)
+    record = FileRecord(path=PurePosixPath(CARD), num_bytes=len(card), sha256=hashlib.sha256(card).hexdigest())
+    manifest = dataclasses.replace(manifest, files=(*manifest.files, record))
     (staging / MANIFEST).write_text(manifest.text(), encoding="utf-8")
     return manifest
 
@@ -338,11 +341,7 @@ def _records(staging: Path, *, skip: tuple[str, ...]) -> Iterator[FileRecord]:
     for path in sorted(staging.rglob("*")):
         name = path.relative_to(staging).as_posix()
         if path.is_file() and name not in skip:
-            with path.open("rb") as file:
-                sha256 = hashlib.sha256()
-                while block := file.read(1 << 20):
-                    sha256.update(block)
-            yield FileRecord(path=PurePosixPath(name), num_bytes=path.stat().st_size, sha256=sha256.hexdigest())
+            yield FileRecord(path=PurePosixPath(name), num_bytes=path.stat().st_size, sha256=sha256_of(path))
 
 
 def _check(staging: Path) -> None:

@@ -53,7 +53,7 @@ def check_file(
         num_bytes = (root / path).stat().st_size
         same_size = num_bytes == record.get("bytes")
         judged = not same_size or (hash_up_to is not None and num_bytes > hash_up_to)
-        same = same_size if judged else _sha256(root / path, on_bytes) == record.get("sha256")
+        same = same_size if judged else sha256_of(root / path, on_bytes) == record.get("sha256")
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return found("missing", f"{name}, which {MANIFEST} lists, is missing")
     except OSError as error:
@@ -81,7 +81,7 @@ def unlisted_files(root: Path, listed: Collection[PurePosixPath]) -> list[FileCh
     return found
 
 
-def _sha256(path: Path, on_bytes: Callable[[int], None] | None) -> str:
+def sha256_of(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
